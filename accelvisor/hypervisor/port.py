@@ -73,6 +73,9 @@ class DomainOptions:
     accelerator: str = "auto"  # auto | kvm | tcg; auto probes whether KVM can run a guest
     hotplug_ports: int = 4  # empty pcie-root-ports, so that functions can be attached while it runs
     iommu: bool = False  # an emulated intel-iommu, so that the guest can use its own vfio-pci
+    uuid: str | None = None  # None: libvirt chooses
+    disks: Sequence[str] = field(default=())  # more images after ``disk``
+    console_log: str | None = None  # file that gets a copy of what the serial console prints
 
 
 @dataclass(frozen=True, slots=True)
