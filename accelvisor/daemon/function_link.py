@@ -1,0 +1,137 @@
+"""Talking to a function process: its ``holder.sock`` and ``control.sock`` (docs/contracts.md, 2).
+
+One JSON object, then NUL, each way; one request per connection, so that a stuck function holds up
+nothing but the call that waits for it. Every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelvisor.errors import (
+    AccelvisorError,
+    DeadlineError,
+    ProtocolError,
+    SystemFailure,
+    UnavailableError,
+)
+from accelvisor.limits import LIMITS
+
+
+class FunctionFailure(SystemFailure):
+    """An error that the function process itself reported; it keeps that error's own code."""
+
+
+async def call(
+    path: Path,
+    method: str,
+    parameters: Mapping[str, object] | None = None,
+    *,
+    deadline_s: float = LIMITS.control_reply_s,
+) -> dict[str, Any]:
+    """One request, one reply.
+
+    Raises:
+        UnavailableError: ``function-unreachable``: nobody listens, or it hung up.
+        DeadlineError: ``function-deadline``.
+        ProtocolError: ``function-reply``: the reply is no JSON object of the agreed form.
+        FunctionFailure: the process answered with an error.
+    """
+    where = f"function:{path.parent.name}/{path.name}"
+    try:
+        async with asyncio.timeout(deadline_s):
+            raw = await _exchange(path, {"method": method, "parameters": dict(parameters or {})})
+    except TimeoutError:
+        raise DeadlineError(
+            f"no reply to {method} within {deadline_s:g} s", code="function-deadline", where=where
+        ) from None
+    except (OSError, asyncio.IncompleteReadError) as error:
+        text = getattr(error, "strerror", None) or "it hung up"
+        raise UnavailableError(
+            f"the function process does not answer {method}: {text}",
+            code="function-unreachable",
+            where=where,
+        ) from error
+    except asyncio.LimitOverrunError as error:
+        raise ProtocolError("the reply is too long", code="function-reply", where=where) from error
+    return _parse(raw, where)
+
+
+async def _exchange(path: Path, request: Mapping[str, object]) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(path, limit=LIMITS.admin_message_bytes)
+    try:
+        writer.write(json.dumps(request).encode() + b"\0")
+        await writer.drain()
+        return (await reader.readuntil(b"\0"))[:-1]
+    finally:
+        writer.close()
+        try:
+            await writer.wait_closed()
+        except OSError:
+            pass
+
+
+def _parse(raw: bytes, where: str) -> dict[str, Any]:
+    try:
+        reply = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError("the reply is not JSON", code="function-reply", where=where) from error
+    if isinstance(reply, dict):
+        error_object = reply.get("error")
+        if isinstance(error_object, dict):
+            raise _reported(error_object, where)
+        parameters = reply.get("parameters", {})
+        if error_object is None and isinstance(parameters, dict):
+            return parameters
+    raise ProtocolError(
+        "the reply has neither parameters nor an error", code="function-reply", where=where
+    )
+
+
+def _reported(fields: Mapping[str, object], where: str) -> AccelvisorError:
+    def text(name: str, default: str) -> str:
+        value = fields.get(name)
+        return value if isinstance(value, str) and value else default
+
+    return FunctionFailure(
+        text("message", "the function process failed"),
+        code=text("code", "function-failed"),
+        where=text("where", where),
+        hint=text("hint", ""),
+    )
+
+
+async def wait_ready(path: Path, *, deadline_s: float, interval_s: float = 0.004) -> dict[str, Any]:
+    """Ask ``status`` until it says ``"ready": true``; one that does not listen yet is waited for.
+
+    Returns:
+        the status.
+
+    Raises:
+        DeadlineError: ``function-not-ready``, with the last cause.
+        FunctionFailure, ProtocolError: at once; waiting mends neither.
+    """
+    loop = asyncio.get_running_loop()
+    end = loop.time() + deadline_s
+    cause = "it never answered"
+    while True:
+        left = end - loop.time()
+        if left <= 0:
+            raise DeadlineError(
+                f"the function process was not ready within {deadline_s:g} s: {cause}",
+                code="function-not-ready",
+                where=f"function:{path.parent.name}",
+                hint="its log says why (journalctl -u accelvisor-function@UUID, or the file log)",
+            )
+        try:
+            status = await call(path, "status", deadline_s=min(left, LIMITS.control_reply_s))
+            if status.get("ready") is True:
+                return status
+            cause = "it answers, and says that it is not ready"
+        except (UnavailableError, DeadlineError) as error:
+            cause = error.message
+        await asyncio.sleep(interval_s)

@@ -1,0 +1,76 @@
+"""Where the daemon keeps things; the one place that reads ``ACCELVISOR_*`` from an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """Directories and files of one daemon. The variables move them, so that a daemon runs without
+    root and several run on one machine."""
+
+    run: Path
+    state: Path
+    config: Path
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Paths:
+        return cls(
+            run=Path(environ.get("ACCELVISOR_RUN_DIR") or "/run/accelvisor"),
+            state=Path(environ.get("ACCELVISOR_STATE_DIR") or "/var/lib/accelvisor"),
+            config=Path(environ.get("ACCELVISOR_CONFIG") or "/etc/accelvisor/accelvisor.toml"),
+        )
+
+    @property
+    def admin_socket(self) -> Path:
+        return self.run / "admin"
+
+    @property
+    def lock(self) -> Path:
+        return self.run / "accelvisord.lock"
+
+    @property
+    def functions(self) -> Path:
+        return self.run / "function"
+
+    @property
+    def database(self) -> Path:
+        return self.state / "accelvisor.db"
+
+    def function(self, uuid: str) -> FunctionPaths:
+        return FunctionPaths(self.functions / uuid)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionPaths:
+    """Files of one function (docs/contracts.md, 2)."""
+
+    directory: Path
+
+    @property
+    def spec(self) -> Path:
+        return self.directory / "spec.json"
+
+    @property
+    def vfio_socket(self) -> Path:
+        return self.directory / "vfio.sock"
+
+    @property
+    def holder_socket(self) -> Path:
+        return self.directory / "holder.sock"
+
+    @property
+    def control_socket(self) -> Path:
+        return self.directory / "control.sock"
+
+    @property
+    def process(self) -> Path:
+        """The process's own ``/proc/self/stat`` at its start: pid and start time."""
+        return self.directory / "process"
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log"

@@ -1,0 +1,310 @@
+"""What the daemon must remember: functions and events, in one SQLite file.
+
+WAL with ``synchronous=FULL``: a commit that returned survives a power cut. One connection, used by
+one thread (the daemon runs all calls on a single-thread executor). ``user_version`` numbers the
+schema; :data:`MIGRATIONS` brings an older file up, each step in one transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from accelvisor.daemon.inventory import Placement
+from accelvisor.daemon.lifecycle import State
+from accelvisor.errors import ConflictError, StateError, SystemFailure
+
+#: Events kept; the oldest go first.
+EVENTS_KEPT = 10_000
+
+MIGRATIONS: Sequence[str] = (
+    """
+    CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
+    CREATE TABLE functions (
+        uuid TEXT PRIMARY KEY,
+        name TEXT NOT NULL UNIQUE,
+        profile TEXT NOT NULL,
+        card TEXT NOT NULL,
+        placement TEXT NOT NULL,      -- JSON: {chip: [core, ...]}
+        cores INTEGER NOT NULL,
+        chips INTEGER NOT NULL,
+        memory_bytes INTEGER NOT NULL,
+        window_bytes INTEGER NOT NULL,
+        queues INTEGER NOT NULL,
+        ring_entries INTEGER NOT NULL,
+        state TEXT NOT NULL,
+        reason TEXT NOT NULL,
+        domain TEXT,
+        domain_uuid TEXT,
+        created REAL NOT NULL         -- seconds since 1970
+    ) STRICT;
+    CREATE TABLE events (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        time REAL NOT NULL,
+        kind TEXT NOT NULL,
+        subject TEXT NOT NULL,        -- UUID of a function or domain, or empty
+        message TEXT NOT NULL
+    ) STRICT;
+    """,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One row of ``functions``. ``domain``/``domain_uuid`` name the domain that has it."""
+
+    uuid: str
+    name: str
+    profile: str
+    placement: Placement
+    cores: int
+    chips: int
+    memory_bytes: int
+    window_bytes: int
+    queues: int
+    ring_entries: int
+    state: State
+    created: float
+    reason: str = ""
+    domain: str | None = None
+    domain_uuid: str | None = None
+
+    @property
+    def card(self) -> str:
+        return self.placement.card
+
+    def with_state(self, state: State, reason: str = "") -> Function:
+        return replace(self, state=state, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class EventRecord:
+    id: int
+    time: float
+    kind: str
+    subject: str
+    message: str
+
+
+class Store:
+    """The file. Every method that changes something is one transaction.
+
+    Args:
+        path: the database; its directory must exist. Created with mode 0600.
+        clock: seconds since 1970, for events.
+
+    Raises:
+        StateError: ``store-damaged`` or ``store-newer`` (written by a newer accelvisord).
+        SystemFailure: ``store-io``.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._where = f"store:{path}"
+        try:
+            path.touch(mode=0o600)
+            # One thread at a time uses it, but not always the one that opened it.
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        except (sqlite3.Error, OSError) as error:
+            raise self._failed(error) from error
+        try:
+            with self._guard():
+                self._db.execute("PRAGMA journal_mode = WAL")
+                self._db.execute("PRAGMA synchronous = FULL")
+                self._migrate()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        self._db.close()
+
+    # --- boot ------------------------------------------------------------------------------------
+
+    def boot_id(self) -> str | None:
+        """The boot in which the store was last used."""
+        return self._meta("boot_id")
+
+    def set_boot_id(self, boot_id: str) -> None:
+        self._set_meta("boot_id", boot_id)
+
+    def host_uuid(self, fresh: Callable[[], str]) -> str:
+        """This host's own identity, made on first use."""
+        known = self._meta("host_uuid")
+        if known is None:
+            known = fresh()
+            self._set_meta("host_uuid", known)
+        return known
+
+    # --- functions -------------------------------------------------------------------------------
+
+    def functions(self) -> list[Function]:
+        with self._guard():
+            cursor = self._db.execute("SELECT * FROM functions ORDER BY created, uuid")
+            names = [column[0] for column in cursor.description]
+            return [self._function(dict(zip(names, row, strict=True))) for row in cursor]
+
+    def insert(self, function: Function, message: str) -> EventRecord:
+        """Journal the beginning of a creation.
+
+        Raises:
+            ConflictError: ``function-exists`` (name or UUID taken).
+        """
+        row = _row(function)
+        columns = ", ".join(row)
+        marks = ", ".join(f":{name}" for name in row)
+        try:
+            with self._transaction():
+                self._db.execute(f"INSERT INTO functions ({columns}) VALUES ({marks})", row)
+                return self._event("function-creating", function.uuid, message)
+        except sqlite3.IntegrityError as error:
+            raise ConflictError(
+                f'a function named "{function.name}" exists',
+                code="function-exists",
+                where="store",
+                hint="choose another name, or delete that one",
+            ) from error
+
+    def update(self, function: Function, kind: str, message: str) -> EventRecord:
+        """Write the row anew, with an event in the same transaction."""
+        row = _row(function)
+        sets = ", ".join(f"{name} = :{name}" for name in row if name != "uuid")
+        with self._transaction():
+            self._db.execute(f"UPDATE functions SET {sets} WHERE uuid = :uuid", row)
+            return self._event(kind, function.uuid, message)
+
+    def delete(self, uuid: str, message: str) -> EventRecord:
+        with self._transaction():
+            self._db.execute("DELETE FROM functions WHERE uuid = ?", (uuid,))
+            return self._event("function-deleted", uuid, message)
+
+    # --- events ----------------------------------------------------------------------------------
+
+    def record(self, kind: str, subject: str, message: str) -> EventRecord:
+        with self._transaction():
+            return self._event(kind, subject, message)
+
+    def events(self, after: int = 0, limit: int = 1000) -> list[EventRecord]:
+        """The newest ``limit`` events with an id above ``after``, oldest first."""
+        with self._guard():
+            rows = self._db.execute(
+                "SELECT * FROM (SELECT id, time, kind, subject, message FROM events"
+                " WHERE id > ? ORDER BY id DESC LIMIT ?) ORDER BY id",
+                (after, limit),
+            ).fetchall()
+        return [EventRecord(*row) for row in rows]
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _migrate(self) -> None:
+        version = self._db.execute("PRAGMA user_version").fetchone()[0]
+        if version > len(MIGRATIONS):
+            raise StateError(
+                f"the database has schema {version}, this accelvisord knows {len(MIGRATIONS)}",
+                code="store-newer",
+                where=self._where,
+                hint="install the newer accelvisord again",
+            )
+        for number in range(version, len(MIGRATIONS)):
+            # executescript would commit first: the version must move in the same transaction.
+            with self._transaction():
+                for statement in _statements(MIGRATIONS[number]):
+                    self._db.execute(statement)
+                self._db.execute(f"PRAGMA user_version = {number + 1}")
+
+    def _meta(self, key: str) -> str | None:
+        with self._guard():
+            row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return str(row[0]) if row else None
+
+    def _set_meta(self, key: str, value: str) -> None:
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def _event(self, kind: str, subject: str, message: str) -> EventRecord:
+        now = self._clock()
+        cursor = self._db.execute(
+            "INSERT INTO events (time, kind, subject, message) VALUES (?, ?, ?, ?)",
+            (now, kind, subject, message),
+        )
+        number = int(cursor.lastrowid or 0)
+        self._db.execute("DELETE FROM events WHERE id <= ?", (number - EVENTS_KEPT,))
+        return EventRecord(number, now, kind, subject, message)
+
+    def _function(self, row: Mapping[str, Any]) -> Function:
+        values = dict(row)
+        card, cores = values.pop("card"), values.pop("placement")
+        try:
+            chips = {int(chip): tuple(map(int, ids)) for chip, ids in json.loads(cores).items()}
+            state = State(values.pop("state"))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise StateError(
+                f"the row of function {row['uuid']} is damaged: {error}",
+                code="store-damaged",
+                where=self._where,
+            ) from error
+        placement = Placement(card, chips, values["memory_bytes"])
+        return Function(placement=placement, state=state, **values)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._guard():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.IntegrityError:
+            raise
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> StateError | SystemFailure:
+        if isinstance(error, sqlite3.DatabaseError) and not isinstance(
+            error, sqlite3.OperationalError
+        ):
+            return StateError(
+                f"the database is damaged: {error}",
+                code="store-damaged",
+                where=self._where,
+                hint="restore it from a backup, or move it away to begin with no functions",
+            )
+        return SystemFailure(f"the database failed: {error}", code="store-io", where=self._where)
+
+
+def _row(function: Function) -> dict[str, object]:
+    return {
+        "uuid": function.uuid,
+        "name": function.name,
+        "profile": function.profile,
+        "card": function.card,
+        "placement": json.dumps({str(k): list(v) for k, v in function.placement.cores.items()}),
+        "cores": function.cores,
+        "chips": function.chips,
+        "memory_bytes": function.memory_bytes,
+        "window_bytes": function.window_bytes,
+        "queues": function.queues,
+        "ring_entries": function.ring_entries,
+        "state": function.state.value,
+        "reason": function.reason,
+        "domain": function.domain,
+        "domain_uuid": function.domain_uuid,
+        "created": function.created,
+    }
+
+
+def _statements(script: str) -> list[str]:
+    """Split a migration; comments end at their line, so none may hold a semicolon."""
+    return [part for part in (text.strip() for text in script.split(";")) if part]
