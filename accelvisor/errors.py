@@ -12,6 +12,7 @@ Three roots answer one question: who can mend it?
     ├── DataError          what came in from a guest, peer or file is wrong: do not trust it
     │   ├── ProtocolError      bytes that break a protocol (vfio-user, admin, control)
     │   ├── ProgramError       an uploaded program or command fails validation
+    │   ├── NumericError       a kernel met data that it cannot compute with (a label out of range)
     │   └── StateError         saved state that is damaged or of another version
     └── HostError          this host refused or cannot: look at the machine
         ├── CapacityError      not enough of a resource is free
@@ -114,6 +115,12 @@ class ProgramError(DataError):
     """An uploaded program or a command fails validation."""
 
     code = "program-invalid"
+
+
+class NumericError(DataError):
+    """A kernel met data that it cannot compute with, e.g. a row index out of range."""
+
+    code = "numeric"
 
 
 class StateError(DataError):
