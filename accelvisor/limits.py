@@ -61,6 +61,8 @@ class Limits:
     admin_clients: int = 64
     # A client that does not read gets at most this much buffered, then it is dropped.
     admin_backlog_bytes: int = 256 * KIB
+    # Seconds that a client may leave a full backlog unread before it is dropped.
+    admin_drain_s: float = 10.0
     control_reply_s: float = 5.0
     function_ready_s: float = 10.0
 

@@ -1,4 +1,4 @@
-"""Talking to systemd: sd_notify(3) and sd_listen_fds(3), by their documented datagrams and variables.
+"""Talking to systemd: sd_notify(3) and sd_listen_fds(3), by their documented protocols.
 
 Both take the environment as an argument and remove their variables from it, so that no child of the
 daemon believes that it was activated (systemd issue 36899) or notifies in its name.

@@ -15,9 +15,9 @@ from pathlib import Path
 
 from accelvisor.errors import DeadlineError, SystemFailure
 
-# Run by sh, which ends at once. The subshell records its own stat line before it becomes the command
-# (exec and setsid keep pid and start time), so a daemon that is killed right after the start still
-# finds the process.
+# Run by sh, which ends at once. The subshell records its own stat line before it becomes the
+# command (exec and setsid keep pid and start time), so a daemon that is killed right after the
+# start still finds the process.
 _DETACH = (
     "r=$1; l=$2; shift 2; "
     '( exec </dev/null >>"$l" 2>&1; IFS= read -r s </proc/self/stat; '
@@ -63,8 +63,13 @@ class Process:
         if fd is None:
             return True
         loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-        loop.add_reader(fd, lambda: ended.done() or ended.set_result(None))
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def on_end() -> None:
+            loop.remove_reader(fd)
+            ended.set_result(None)
+
+        loop.add_reader(fd, on_end)
         try:
             async with asyncio.timeout(deadline_s):
                 await ended
@@ -107,7 +112,7 @@ def of_pid(pid: int) -> Process | None:
 
 
 def parse_stat(line: str) -> Process | None:
-    """proc(5), /proc/PID/stat. The command name may hold blanks and parentheses: count from its end.
+    """proc(5), /proc/PID/stat. The command name may hold blanks and brackets: count from its end.
 
     None for anything that is no stat line, and for a zombie, which only waits to be reaped.
     """

@@ -1,0 +1,123 @@
+"""The Admin interface as objects: its definition, which level each method needs, its errors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+from pathlib import Path
+
+from accelvisor import errors
+from accelvisor.control import idl
+
+INTERFACE = "io.accelvisor.Admin"
+
+
+class Level(IntEnum):
+    """What a caller may do; each level includes the ones below."""
+
+    NONE = 0
+    READ = 1
+    OPERATE = 2
+    ADMIN = 3
+
+
+LEVELS: Mapping[str, Level] = {
+    "GetHost": Level.READ,
+    "ListCards": Level.READ,
+    "GetCard": Level.READ,
+    "ListProfiles": Level.READ,
+    "CreateFunction": Level.ADMIN,
+    "ListFunctions": Level.READ,
+    "GetFunction": Level.READ,
+    "DeleteFunction": Level.ADMIN,
+    "FunctionStatistics": Level.READ,
+    "ResetFunction": Level.OPERATE,
+    "AttachFunction": Level.OPERATE,
+    "DetachFunction": Level.OPERATE,
+    "PrintAttachment": Level.READ,
+    "ListDomains": Level.READ,
+    "GetDomain": Level.READ,
+    "DomainXml": Level.READ,
+    "DefineDomain": Level.ADMIN,
+    "UndefineDomain": Level.ADMIN,
+    "StartDomain": Level.OPERATE,
+    "StopDomain": Level.OPERATE,
+    "DestroyDomain": Level.OPERATE,
+    "SuspendDomain": Level.OPERATE,
+    "ResumeDomain": Level.OPERATE,
+    "RebootDomain": Level.OPERATE,
+    "ResetDomain": Level.OPERATE,
+    "ListEvents": Level.READ,
+    "WatchEvents": Level.READ,
+    "Doctor": Level.READ,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Who called, as the kernel says. ``pid`` is for display only: pids are used again."""
+
+    uid: int
+    gids: Collection[int]
+    pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Group ids of each level, and the uids that may do everything (root and the daemon's own)."""
+
+    read: Collection[int] = ()
+    operate: Collection[int] = ()
+    admin: Collection[int] = ()
+    uids: Collection[int] = (0,)
+
+    def level(self, peer: Peer) -> Level:
+        if peer.uid in self.uids or not set(self.admin).isdisjoint(peer.gids):
+            return Level.ADMIN
+        if not set(self.operate).isdisjoint(peer.gids):
+            return Level.OPERATE
+        if not set(self.read).isdisjoint(peer.gids):
+            return Level.READ
+        return Level.NONE
+
+
+def authorise(policy: Policy, peer: Peer, method: str) -> None:
+    """Raises PermissionDenied (``permission-denied``) when the peer's level does not suffice."""
+    have, need = policy.level(peer), LEVELS[method]
+    if have < need:
+        raise errors.PermissionDenied(
+            f"{method} needs the level {need.name.lower()}, uid {peer.uid} has {have.name.lower()}",
+            where="admin",
+            hint="accelvisor.toml(5), section [admin], says which groups have which level",
+        )
+
+
+#: Which Varlink error carries which class, most special first.
+ERRORS: Mapping[str, type[errors.AccelvisorError]] = {
+    "Usage": errors.UsageError,
+    "Config": errors.ConfigError,
+    "NotFound": errors.NotFoundError,
+    "Conflict": errors.ConflictError,
+    "PermissionDenied": errors.PermissionDenied,
+    "Data": errors.DataError,
+    "Capacity": errors.CapacityError,
+    "Unavailable": errors.UnavailableError,
+    "Deadline": errors.DeadlineError,
+    "System": errors.SystemFailure,
+}
+
+
+def error_name(error: errors.AccelvisorError) -> str:
+    """The fully qualified Varlink name of an error; one of no declared class is ``System``."""
+    for name, kind in ERRORS.items():
+        if isinstance(error, kind):
+            return f"{INTERFACE}.{name}"
+    return f"{INTERFACE}.System"
+
+
+@lru_cache(maxsize=1)
+def interface() -> idl.Interface:
+    """The parsed ``io.accelvisor.Admin.varlink``."""
+    return idl.parse(Path(__file__).with_name(f"{INTERFACE}.varlink").read_text())
