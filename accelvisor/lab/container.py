@@ -1,0 +1,203 @@
+"""One lab host as a container: an overlay of the host image, booted by systemd-nspawn.
+
+Real systemd as PID 1, its own network, mounts, processes, host name and machine identity; what it
+writes goes to an upper layer that is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import shutil
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelvisor.errors import DeadlineError, SystemFailure
+from accelvisor.lab import network, state
+from accelvisor.lab.process import ProcessId, run, wait_until
+
+# Where a host finds the guest images: a read-only view of a directory of the laboratory.
+GUEST_IMAGES = "/var/lib/accelvisor-lab"
+_BOOT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The paths of one host of one laboratory."""
+
+    lab: str
+    index: int
+
+    @property
+    def directory(self) -> Path:
+        """Everything on disk that belongs to this host."""
+        return state.instance_directory(self.lab) / f"host{self.index}"
+
+    @property
+    def root(self) -> Path:
+        """Where its root is mounted."""
+        return self.directory / "root"
+
+    @property
+    def console(self) -> Path:
+        """What it printed to its console."""
+        return self.directory / "console.log"
+
+    @property
+    def machine(self) -> str:
+        """A name that no other container has."""
+        return network.namespace(self.lab, self.index)
+
+    @property
+    def hostname(self) -> str:
+        """What it calls itself."""
+        return f"host{self.index}"
+
+
+def images_directory(lab: str) -> Path:
+    """The guest images as all hosts of a laboratory see them."""
+    return state.instance_directory(lab) / "images"
+
+
+def mount(place: Place, image: Path) -> None:
+    """The host's root: image below, a throw-away layer above."""
+    for name in ("upper", "work", "root"):
+        (place.directory / name).mkdir(parents=True, exist_ok=True)
+    # Volatile: nothing of it is wanted after a crash, so nothing is synced to disk.
+    options = (
+        f"lowerdir={image},upperdir={place.directory}/upper,workdir={place.directory}/work,volatile"
+    )
+    run(["mount", "-t", "overlay", "accelvisor-lab", "-o", options, str(place.root)], timeout=30)
+
+
+def personalise(place: Place, hosts: int) -> None:
+    """What makes this host itself: identity, name, and the names of the others."""
+    etc = place.root / "etc"
+    (etc / "machine-id").write_text(os.urandom(16).hex() + "\n", encoding="ascii")
+    (etc / "hostname").write_text(place.hostname + "\n", encoding="ascii")
+    known = [f"{network.address(index)} host{index}" for index in range(1, hosts + 1)]
+    (etc / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]), encoding="ascii")
+    (place.root / GUEST_IMAGES.lstrip("/")).mkdir(parents=True, exist_ok=True)
+
+
+def boot(place: Place, record: state.HostState, *, mortal: bool) -> None:
+    """Start it and wait until its systemd has reached its default target.
+
+    A mortal host is killed by the kernel when the process that booted it dies.
+    """
+    notify = state.run_directory(place.lab) / f"notify{place.index}"
+    notify.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
+        ready.bind(str(notify))
+        with place.console.open("wb") as console:
+            process = subprocess.Popen(
+                _command(place, mortal=mortal),
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={
+                    "PATH": os.environ.get("PATH", "/usr/sbin:/usr/bin:/sbin:/bin"),
+                    "NOTIFY_SOCKET": str(notify),
+                    # The host's cgroup tree is version 2 whatever this machine mounts.
+                    "UNIFIED_CGROUP_HIERARCHY": "1",
+                },
+            )
+        record.supervisor = ProcessId.of(process.pid)
+        _wait_ready(place, process, ready, record)
+    notify.unlink(missing_ok=True)
+    # The end of the container is seen by its pid, and by /proc in later lab commands; Popen must
+    # not warn that its child is still running when it goes out of scope.
+    process.returncode = 0
+
+
+def _command(place: Place, *, mortal: bool) -> list[str]:
+    nspawn = [
+        "systemd-nspawn",
+        "--boot",
+        "--quiet",
+        # Neither this machine's systemd nor its machined need exist.
+        "--register=no",
+        "--keep-unit",
+        "--notify-ready=yes",
+        f"--machine={place.machine}",
+        f"--hostname={place.hostname}",
+        f"--directory={place.root}",
+        f"--network-namespace-path={network.namespace_path(place.lab, place.index)}",
+        f"--bind-ro={images_directory(place.lab)}:{GUEST_IMAGES}",
+        "--link-journal=no",
+        "--resolv-conf=off",
+        "--timezone=off",
+        "--console=pipe",
+    ]
+    return ["setpriv", "--pdeathsig", "KILL", "--", *nspawn] if mortal else nspawn
+
+
+def _wait_ready(
+    place: Place, process: subprocess.Popen[bytes], ready: socket.socket, record: state.HostState
+) -> None:
+    end = time.monotonic() + _BOOT_S
+    ended = os.pidfd_open(process.pid)
+    try:
+        while True:
+            left = max(0.0, end - time.monotonic())
+            readable = select.select([ready.fileno(), ended], [], [], left)[0]
+            if not readable:
+                raise DeadlineError(f"{place.hostname} did not boot in {_BOOT_S:g} s", where="lab")
+            if ready.fileno() not in readable:
+                said = place.console.read_text(encoding="utf-8", errors="replace").strip()
+                raise SystemFailure(
+                    f"{place.hostname} ended while booting: {said[-800:] or 'it said nothing'}",
+                    code="lab-boot-failed",
+                    where="systemd-nspawn",
+                )
+            for line in ready.recv(4096).decode(errors="replace").splitlines():
+                name, _, value = line.partition("=")
+                if name == "X_NSPAWN_LEADER_PID":
+                    record.leader = ProcessId.of(int(value))
+                if name == "READY" and record.leader is not None:
+                    return
+    finally:
+        os.close(ended)
+
+
+def remove(place: Place, record: state.HostState) -> None:
+    """End the host's processes, whether or not they were recorded, and take away its root."""
+    # Killing its PID 1 makes the kernel end everything inside; nspawn then ends by itself.
+    for process in (record.leader, record.supervisor, *strays(place)):
+        if process is not None and not process.end(deadline_s=10.0):
+            raise DeadlineError(f"process {process.pid} of {place.machine} stays", where="lab")
+    unmount(place)
+    shutil.rmtree(place.directory, ignore_errors=True)
+
+
+def unmount(place: Place) -> None:
+    """Detach the root, also when something still looks into it."""
+    if not os.path.ismount(place.root):
+        return
+    with contextlib.suppress(DeadlineError):
+        wait_until(
+            lambda: run(["umount", str(place.root)], timeout=30, check=False).returncode == 0,
+            deadline_s=5.0,
+            what=f"unmounting {place.root}",
+        )
+    if os.path.ismount(place.root):
+        run(["umount", "--lazy", str(place.root)], timeout=30)
+
+
+def strays(place: Place) -> list[ProcessId]:
+    """nspawn processes of exactly this host that no state file tells of (killed while booting)."""
+    wanted = f"--directory={place.root}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if wanted in words and b"systemd-nspawn" in words:
+                found.append(ProcessId.of(int(entry.name)))
+    return [process for process in found if process is not None]

@@ -1,0 +1,258 @@
+"""The laboratory itself: images, network, hosts and packages put together, and taken away again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from accelvisor.errors import AccelvisorError, ConflictError, NotFoundError, UsageError
+from accelvisor.lab import container, guestimage, images, network, package, requirements, state
+from accelvisor.lab.container import Place
+from accelvisor.lab.host import LabHost
+from accelvisor.lab.process import ProcessId
+from accelvisor.lab.progress import Progress
+from accelvisor.lab.state import HostState, LabState
+
+DEFAULT_NAME = "lab"
+
+
+def chosen_name() -> str:
+    """The laboratory that commands mean: ACCELVISOR_LAB_NAME, or the default one."""
+    return state.checked_name(os.environ.get("ACCELVISOR_LAB_NAME") or DEFAULT_NAME)
+
+
+class Laboratory:
+    """One or more lab hosts on a network of their own.
+
+    As a context manager it lives as long as its block (and, should the process be killed, as long
+    as the process). A ``persistent`` one outlives its process and is found again by its name.
+
+    Args:
+        hosts: how many hosts to boot.
+        name: keeps several laboratories apart; made from the pid unless persistent.
+        persistent: leave it running when this process ends.
+        install: install accelvisor's packages, built from this source tree.
+        progress: where progress is drawn.
+    """
+
+    def __init__(
+        self,
+        hosts: int = 1,
+        *,
+        name: str | None = None,
+        persistent: bool = False,
+        install: bool = True,
+        progress: Progress | None = None,
+    ) -> None:
+        if not 1 <= hosts <= state.MAX_HOSTS:
+            raise UsageError(f"1 to {state.MAX_HOSTS} hosts, not {hosts}", where="lab")
+        own = chosen_name() if persistent else f"p{os.getpid()}"
+        self.name = state.checked_name(name or own)
+        self.hosts: list[LabHost] = []
+        self.progress = progress or Progress()
+        self._wanted = hosts
+        self._persistent = persistent
+        self._install = install
+        self._state = LabState(self.name, None if persistent else ProcessId.own())
+
+    @classmethod
+    def attach(cls, name: str | None = None, *, progress: Progress | None = None) -> Laboratory:
+        """A laboratory that is running already; leaving it does not take it down."""
+        wanted = state.checked_name(name) if name else chosen_name()
+        found = state.load(wanted)
+        if found is None or found.abandoned or not found.hosts:
+            raise NotFoundError(
+                f"no laboratory {wanted!r} is running",
+                code="lab-not-running",
+                where="lab",
+                hint="start one: python -m accelvisor.lab up",
+            )
+        lab = cls(len(found.hosts), name=wanted, persistent=True, progress=progress)
+        lab._state = found
+        lab._present()
+        return lab
+
+    def __enter__(self) -> Self:
+        self.up()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if not self._persistent:
+            self.down()
+
+    def up(self) -> None:
+        """Bring it up: what runs already stays, what is missing is built or booted."""
+        requirements.require()
+        reap(self.progress)
+        # Built before the lock is taken: a cold cache takes minutes.
+        image = images.host(self.progress)
+        guest = guestimage.guest(self.progress)
+        with state.locked(self.name):
+            self._adopt()
+            try:
+                self._boot(image, guest)
+                if self._install:
+                    self._install_packages(image)
+            except BaseException:
+                _take_down(self._state)
+                self.hosts = []
+                raise
+
+    def down(self) -> None:
+        """Take all of it away."""
+        with state.locked(self.name):
+            _take_down(self._state)
+        self.hosts = []
+
+    def add_hosts(self, count: int) -> None:
+        """Boot further hosts until there are ``count`` of them."""
+        if count > len(self.hosts):
+            self._wanted = count
+            self.up()
+
+    def install(self) -> None:
+        """Install this source tree's packages, if they differ from the installed ones."""
+        with state.locked(self.name):
+            self._install_packages(images.host(self.progress))
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def _adopt(self) -> None:
+        """Take over what runs under this name; refuse when it belongs to somebody else."""
+        found = state.load(self.name)
+        if found is None:
+            return
+        if found.owner is not None and found.owner != ProcessId.own():
+            raise ConflictError(
+                f"the laboratory {self.name!r} belongs to process {found.owner.pid}",
+                code="lab-busy",
+                where="lab",
+                hint="choose another name with ACCELVISOR_LAB_NAME",
+            )
+        self._state = found
+        for record in [host for host in found.hosts if host.leader is None or _dead(host)]:
+            # A host that died under a persistent laboratory is replaced.
+            container.remove(Place(self.name, record.index), record)
+            found.hosts.remove(record)
+
+    def _boot(self, image: Path, guest: Path) -> None:
+        self._state.save()
+        if not network.namespaces(self.name):
+            network.create_switch(self.name)
+        _offer(guest, container.images_directory(self.name))
+        present = {record.index for record in self._state.hosts}
+        for index in range(1, self._wanted + 1):
+            if index not in present:
+                self._boot_host(index, image)
+        self._present()
+
+    def _boot_host(self, index: int, image: Path) -> None:
+        place = Place(self.name, index)
+        record = HostState(index)
+        self._state.hosts.append(record)
+        self._state.save()
+        with self.progress.step(f"{place.hostname}: booting"):
+            if network.namespace_path(self.name, index).exists():
+                network.remove_host(self.name, index)
+            network.connect_host(self.name, index)
+            container.mount(place, image)
+            container.personalise(place, state.MAX_HOSTS)
+            container.boot(place, record, mortal=not self._persistent)
+        self._state.save()
+
+    def _present(self) -> None:
+        self._state.hosts.sort(key=lambda record: record.index)
+        self.hosts = [
+            LabHost(Place(self.name, record.index), record) for record in self._state.hosts
+        ]
+
+    def _install_packages(self, image: Path) -> None:
+        built = package.build(self.progress)
+        disk = guestimage.layer(package.package(built, package.GUEST), image, self.progress)
+        shared = container.images_directory(self.name)
+        _link(disk, shared / "layer.squashfs")
+        deb = package.package(built, package.HOST)
+        for host in self.hosts:
+            self._install_on(host, deb)
+        self._state.package = built.name
+        self._state.save()
+
+    def _install_on(self, host: LabHost, deb: Path) -> None:
+        """As a user would; once per build of the package, which leaves a mark on the host."""
+        mark = f"/run/accelvisor-lab-{deb.parent.name}"
+        if host.run(["test", "-e", mark], check=False).returncode == 0:
+            return
+        with self.progress.step(f"{host.name}: installing {deb.name}"):
+            target = f"/root/{deb.name}"
+            host.push(deb, target)
+            host.run(["dpkg", "--install", "--force-confnew", target], timeout=180)
+            host.run(["touch", mark])
+
+
+def reap(progress: Progress) -> None:
+    """Take down every laboratory whose owner died without doing so."""
+    for name in state.names():
+        found = state.load(name)
+        if found is None or not found.abandoned:
+            continue
+        try:
+            with state.locked(name), progress.step(f"removing the abandoned laboratory {name}"):
+                _take_down(found)
+        except ConflictError:
+            # Somebody else is at it already.
+            continue
+
+
+def remove(name: str) -> bool:
+    """Take down a laboratory by name, whoever started it; False when there is none."""
+    found = state.load(name)
+    if found is None:
+        return False
+    with state.locked(name):
+        _take_down(found)
+    return True
+
+
+def _take_down(found: LabState) -> None:
+    failed: AccelvisorError | None = None
+    for index in range(1, state.MAX_HOSTS + 1):
+        known = [record for record in found.hosts if record.index == index]
+        record = known[0] if known else HostState(index)
+        try:
+            container.remove(Place(found.name, index), record)
+        except AccelvisorError as error:
+            failed = error
+    network.remove(found.name)
+    if failed is not None:
+        # The state stays, so that the next `down` tries again.
+        raise failed
+    shutil.rmtree(state.instance_directory(found.name), ignore_errors=True)
+    found.forget()
+
+
+def _dead(record: HostState) -> bool:
+    return record.leader is None or not record.leader.alive()
+
+
+def _offer(guest: Path, shared: Path) -> None:
+    """Show the guest images to the hosts: hard links, since they are large and never change."""
+    shared.mkdir(parents=True, exist_ok=True)
+    for name in ("vmlinuz", "initrd.img", "base.squashfs"):
+        _link(guest / name, shared / name)
+    if not (shared / "layer.squashfs").exists():
+        _link(guest / "empty.squashfs", shared / "layer.squashfs")
+
+
+def _link(source: Path, target: Path) -> None:
+    work = target.with_name(f".{target.name}.new")
+    work.unlink(missing_ok=True)
+    os.link(source, work)
+    os.replace(work, target)

@@ -1,0 +1,144 @@
+"""The lab's network: a switch in a network namespace of its own, a namespace per host.
+
+Nothing of it is in the machine's own namespace: no address, no bridge, no rule. So two labs, or a
+lab and whatever the machine is connected to, can use the same addresses without ever meeting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from pyroute2 import IPRoute, netns
+
+from accelvisor.errors import SystemFailure
+
+SUBNET = "10.77.0"
+_PREFIX = "avlab"
+_RUN = Path("/run/netns")
+
+
+def address(index: int) -> str:
+    """The address of the host with this index, which counts from 1."""
+    return f"{SUBNET}.{index}"
+
+
+def namespace(lab: str, index: int) -> str:
+    """The name of a host's network namespace."""
+    return f"{_PREFIX}-{lab}-{index}"
+
+
+def namespace_path(lab: str, index: int) -> Path:
+    """Where that namespace can be opened."""
+    return _RUN / namespace(lab, index)
+
+
+def create_switch(lab: str) -> None:
+    """The namespace with the bridge that the hosts are connected to."""
+    name = _switch(lab)
+    netns.create(name)
+
+    def configure(links: IPRoute) -> None:
+        links.link("add", ifname="switch", kind="bridge")
+        _up(links, "lo")
+        _up(links, "switch")
+
+    _inside(name, configure)
+
+
+def connect_host(lab: str, index: int) -> None:
+    """A host's namespace with one interface, ``eth0``, on the switch."""
+    name = namespace(lab, index)
+    netns.create(name)
+    port = f"host{index}"
+
+    def plug(links: IPRoute) -> None:
+        handle = os.open(_RUN / name, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            peer = {"ifname": "eth0", "net_ns_fd": handle}
+            links.link("add", ifname=port, kind="veth", peer=peer)
+        finally:
+            os.close(handle)
+        bridge = _index(links, "switch")
+        links.link("set", index=_index(links, port), master=bridge, state="up")
+
+    def configure(links: IPRoute) -> None:
+        links.addr("add", index=_index(links, "eth0"), address=address(index), prefixlen=24)
+        _up(links, "lo")
+        _up(links, "eth0")
+
+    _inside(_switch(lab), plug)
+    _inside(name, configure)
+
+
+def remove(lab: str) -> None:
+    """Take away every namespace of this lab; interfaces go with the namespaces they are in."""
+    for path in namespaces(lab):
+        with contextlib.suppress(FileNotFoundError):
+            netns.remove(path.name)
+
+
+def remove_host(lab: str, index: int) -> None:
+    """Take away one host's namespace, and with it the cable to the switch."""
+    with contextlib.suppress(FileNotFoundError):
+        netns.remove(namespace(lab, index))
+
+
+def namespaces(lab: str) -> list[Path]:
+    """The namespaces of this lab that exist."""
+    names = [_switch(lab), *(namespace(lab, index) for index in range(1, 10))]
+    return [_RUN / name for name in names if (_RUN / name).exists()]
+
+
+def _switch(lab: str) -> str:
+    return f"{_PREFIX}-{lab}-switch"
+
+
+def _index(links: IPRoute, name: str) -> int:
+    found = links.link_lookup(ifname=name)
+    if not found:
+        raise SystemFailure(f"no interface {name} in the laboratory's network", where="lab")
+    return int(found[0])
+
+
+def _up(links: IPRoute, name: str) -> None:
+    links.link("set", index=_index(links, name), state="up")
+
+
+def _inside(name: str, work: Callable[[IPRoute], None]) -> None:
+    """Do the work in a network namespace, in a thread that enters it and then ends.
+
+    pyroute2's own NetNS forks a process, which is no good in a test runner with threads.
+    """
+    failed: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            _set_network_namespace(_RUN / name)
+            with IPRoute() as links:
+                work(links)
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=enter, name=f"network-{name}")
+    thread.start()
+    thread.join()
+    if failed:
+        raise SystemFailure(f"network namespace {name}: {failed[0]}", where="lab") from failed[0]
+
+
+def _set_network_namespace(path: Path) -> None:
+    # os.setns comes with Python 3.12 only.
+    clone_newnet = 0x40000000
+    libc = ctypes.CDLL(None, use_errno=True)
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if libc.setns(handle, clone_newnet) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(path))
+    finally:
+        os.close(handle)

@@ -1,0 +1,84 @@
+"""accelvisor's own Debian packages, built from this source tree and cached by its content."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from accelvisor.errors import NotFoundError, SystemFailure
+from accelvisor.lab import cache, images
+from accelvisor.lab.process import die_with_parent
+from accelvisor.lab.progress import Progress, run_logged
+
+HOST = "accelvisor"
+GUEST = "accelvisor-guest"
+
+# What the packages are made of. The lab is not: it is a tool of the source tree.
+_TREES = ("accelvisor", "debian", "systemd", "docs/man")
+_FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
+_LEFT_OUT = ("__pycache__", "lab")
+
+
+def repository() -> Path:
+    """The source tree that this very module belongs to."""
+    tree = Path(__file__).resolve().parent.parent.parent
+    if not (tree / "debian/control").is_file():
+        raise NotFoundError(
+            f"no source tree around {tree / 'accelvisor'}",
+            where="lab",
+            hint="the laboratory runs from a checkout: pip install -e '.[dev]' there",
+        )
+    return tree
+
+
+def sources(tree: Path) -> list[Path]:
+    """Every file that goes into the packages."""
+    found = [tree / name for name in _FILES if (tree / name).is_file()]
+    for name in _TREES:
+        found += [path for path in (tree / name).rglob("*") if _counts(path, tree)]
+    return sorted(found)
+
+
+def _counts(path: Path, tree: Path) -> bool:
+    parts = path.relative_to(tree).parts
+    built = parts[0] == "debian" and (
+        parts[1] in ("accelvisor", "accelvisor-guest", ".debhelper", "files", "tmp")
+        or path.name.endswith((".substvars", ".debhelper.log", "-stamp"))
+    )
+    return path.is_file() and not built and not any(part in _LEFT_OUT for part in parts)
+
+
+def key() -> str:
+    """Changes when the packages must be built anew."""
+    tree = repository()
+    return cache.digest_tree(tree, sources(tree))
+
+
+def build(progress: Progress) -> Path:
+    """A directory with the .debs of this source tree as it is now."""
+    tree = repository()
+
+    def make(work: Path) -> None:
+        copy = work / "source"
+        for path in sources(tree):
+            target = copy / path.relative_to(tree)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(path, target)
+        argv = ["dpkg-buildpackage", "--build=binary", "--no-sign", "--no-pre-clean", "-d"]
+        with progress.step("packages: dpkg-buildpackage") as step:
+            run_logged(
+                ["env", "-C", str(copy), *die_with_parent(argv)],
+                step=step,
+                log=images.log_of("package"),
+            )
+        shutil.rmtree(copy)
+
+    return cache.obtain("deb", key(), make)
+
+
+def package(directory: Path, name: str) -> Path:
+    """The file of one package among those built."""
+    found = sorted(directory.glob(f"{name}_*.deb"))
+    if len(found) != 1:
+        raise SystemFailure(f"one {name} package expected in {directory}, found {len(found)}")
+    return found[0]
