@@ -1,0 +1,246 @@
+"""The guest's transport over the in-tree client: a "VM" whose RAM is a memfd, without QEMU.
+
+Implements ``accelvisor.guest.transport.Transport`` (docs/contracts.md section 4) by shape; this
+room may not import the guest. It does what firmware and a driver do before they use a function:
+checks the PCI identity, sets memory space and bus-master in the command register, and points the
+MSI at an eventfd.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+import time
+from dataclasses import dataclass
+
+from accelvisor.errors import (
+    CapacityError,
+    DataError,
+    DeadlineError,
+    UnavailableError,
+    UsageError,
+)
+from accelvisor.limits import MIB
+from accelvisor.vfio_user.client import Client
+from accelvisor.vfio_user.model import Refusal
+from accelvisor.vfio_user.protocol import PAGE_BYTES, PciIrq, PciRegion
+
+#: Where the guest's RAM lies in the device's address space. Not 0, so that a null address faults.
+RAM_ADDRESS = 0x1_0000_0000
+
+#: What the bus turns into all-ones and lost writes.
+_ABSENT = (UnavailableError, DeadlineError, Refusal)
+
+_COMMAND = 0x04
+_COMMAND_MEMORY = 1 << 1
+_COMMAND_MASTER = 1 << 2
+_CAPABILITIES = 0x34
+_CAP_MSI = 0x05
+_MSI_ENABLE = 1 << 0
+_U16 = struct.Struct("<H")
+
+
+@dataclass
+class DmaBuffer:
+    """Guest memory that the device may reach: its DMA address and the bytes themselves."""
+
+    address: int
+    view: memoryview
+    _owner: ClientTransport
+
+    def release(self) -> None:
+        """Give the memory back; may be called twice. The view is gone after."""
+        if self.view.nbytes:
+            size = self.view.nbytes
+            self.view.release()
+            self.view = memoryview(b"")
+            self._owner._free(self.address, size)
+
+
+class ClientTransport:
+    """A function as its guest sees it, over :class:`Client`.
+
+    Args:
+        client: connected; the transport closes it.
+        ram_bytes: size of the guest's RAM, whole pages.
+        registers, window: region indices of BAR0 and of the mapped window.
+
+    Raises:
+        DataError: code ``pci-identity``, the device answers with no PCI identity.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        *,
+        ram_bytes: int = 64 * MIB,
+        registers: int = PciRegion.BAR0,
+        window: int = PciRegion.BAR2,
+    ) -> None:
+        if ram_bytes <= 0 or ram_bytes % PAGE_BYTES:
+            raise UsageError(f"{ram_bytes} bytes of RAM are not whole pages", where="transport")
+        self.client = client
+        self._registers = registers
+        self._irq = -1
+        self._ram_fd = -1
+        self._ram: mmap.mmap | None = None
+        self._window: mmap.mmap | None = None
+        self._free_spans: list[tuple[int, int]] = [(0, ram_bytes)]
+        try:
+            self._ram_fd = os.memfd_create("guest-ram", os.MFD_CLOEXEC)
+            os.ftruncate(self._ram_fd, ram_bytes)
+            self._ram = mmap.mmap(self._ram_fd, ram_bytes)
+            self._ram_view = memoryview(self._ram)
+            client.dma_map(RAM_ADDRESS, ram_bytes, fd=self._ram_fd, memory=self._ram_view)
+            self._window = client.map_region(window)
+            self.window = memoryview(self._window)
+            self._enable()
+        except BaseException:
+            self.close()
+            raise
+
+    # --- registers -----------------------------------------------------------------------------
+
+    def read32(self, offset: int) -> int:
+        """A BAR0 register; all-ones when the function is gone or refuses, as on a real bus."""
+        try:
+            return self.client.read32(self._registers, offset)
+        except _ABSENT:
+            return 0xFFFF_FFFF
+
+    def write32(self, offset: int, value: int) -> None:
+        """Write a BAR0 register; lost when the function is gone or refuses."""
+        try:
+            self.client.write32(self._registers, offset, value)
+        except _ABSENT:
+            pass
+
+    def read64(self, offset: int) -> int:
+        """A 64-bit BAR0 register; all-ones like :meth:`read32`."""
+        try:
+            return self.client.read64(self._registers, offset)
+        except _ABSENT:
+            return 0xFFFF_FFFF_FFFF_FFFF
+
+    # --- memory --------------------------------------------------------------------------------
+
+    def allocate_dma(self, nbytes: int) -> DmaBuffer:
+        """Guest RAM in whole pages, zeroed; the view has exactly the pages' size rounded up.
+
+        Raises:
+            CapacityError: code ``guest-ram``, no run of free pages is long enough.
+        """
+        size = max(1, -(-nbytes // PAGE_BYTES)) * PAGE_BYTES
+        for i, (start, length) in enumerate(self._free_spans):
+            if length >= size:
+                self._free_spans[i] = (start + size, length - size)
+                if length == size:
+                    del self._free_spans[i]
+                view = self._ram_view[start : start + size]
+                view[:] = bytes(size)
+                return DmaBuffer(RAM_ADDRESS + start, view, self)
+        raise CapacityError(
+            f"no {size} contiguous bytes of guest RAM are free",
+            code="guest-ram", where="transport", hint="release buffers, or give the guest more RAM",
+        )  # fmt: skip
+
+    def _free(self, address: int, size: int) -> None:
+        """Put a span back and join it with its neighbours."""
+        if self._ram is None:
+            return
+        spans = sorted([*self._free_spans, (address - RAM_ADDRESS, size)])
+        joined = [spans[0]]
+        for start, length in spans[1:]:
+            last_start, last_length = joined[-1]
+            if last_start + last_length == start:
+                joined[-1] = (last_start, last_length + length)
+            else:
+                joined.append((start, length))
+        self._free_spans = joined
+
+    # --- interrupt -----------------------------------------------------------------------------
+
+    def wait_interrupt(self, timeout_s: float) -> bool:
+        """Wait for the MSI; answers the device's DMA requests meanwhile. False when time is up."""
+        deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self._irq, select.POLLIN)
+        poll.register(self.client.fileno(), select.POLLIN)
+        while True:
+            left = max(0.0, deadline - time.monotonic())
+            ready = dict(poll.poll(left * 1000))
+            if self._irq in ready:
+                os.eventfd_read(self._irq)
+                return True
+            if ready:
+                self.client.pump()
+            elif not left:
+                return False
+
+    # --- life ----------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Disconnect and free the RAM; may be called twice."""
+        self.client.close()
+        if self._irq >= 0:
+            os.close(self._irq)
+            self._irq = -1
+        if self._window is not None:
+            self.window.release()
+            self._window.close()
+            self._window = None
+        if self._ram is not None:
+            self._ram_view.release()
+            self._close_ram(self._ram)
+            self._ram = None
+        if self._ram_fd >= 0:
+            os.close(self._ram_fd)
+            self._ram_fd = -1
+
+    @staticmethod
+    def _close_ram(ram: mmap.mmap) -> None:
+        try:
+            ram.close()
+        except BufferError:
+            # A caller still holds a DmaBuffer's view: the memory goes with the last of those.
+            pass
+
+    def _enable(self) -> None:
+        config = self.client.region_read(PciRegion.CONFIG, 0, 256)
+        if len(config) < 64 or config[:2] in (b"\xff\xff", b"\0\0"):
+            raise DataError(
+                f"the device has no PCI identity ({config[:4].hex()})",
+                code="pci-identity", where="transport", hint="the function may have given up",
+            )  # fmt: skip
+        self._irq = self.client.irq_eventfd(PciIrq.MSI)
+        at = _find_capability(config, _CAP_MSI)
+        if at:
+            (control,) = _U16.unpack_from(config, at + 2)
+            enabled = _U16.pack(control | _MSI_ENABLE)
+            self.client.region_write(PciRegion.CONFIG, at + 2, enabled)
+        (command,) = _U16.unpack_from(config, _COMMAND)
+        wanted = _U16.pack(command | _COMMAND_MEMORY | _COMMAND_MASTER)
+        self.client.region_write(PciRegion.CONFIG, _COMMAND, wanted)
+
+    def reenable(self) -> None:
+        """After a reset: what a guest does again (command register, MSI)."""
+        if self._irq >= 0:
+            os.close(self._irq)
+            self._irq = -1
+        self._enable()
+
+
+def _find_capability(config: bytes, wanted: int) -> int:
+    """Offset of a PCI capability in 256 bytes of config space, 0 if it is not there."""
+    at = config[_CAPABILITIES]
+    for _ in range(48):  # no longer chain fits
+        if at < 0x40 or at > 0xFC:
+            return 0
+        if config[at] == wanted:
+            return at
+        at = config[at + 1]
+    return 0
+
+

@@ -1,0 +1,233 @@
+"""Framing: bytes and file descriptors <-> messages. No socket is touched here.
+
+A message is a 16-byte header and a body; its ``size`` counts both. File descriptors travel beside
+the bytes and belong to the message whose bytes they came with. Peers pipeline, so a reader must
+never read past the end of one message: descriptors of the next would be taken for its own.
+:class:`FrameReader` therefore says how many bytes may be read now.
+
+Who owns a descriptor: whoever holds the :class:`Message`. ``take_fds`` moves them out, ``close``
+closes what is left, and both may be called twice.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+from accelvisor.errors import ProtocolError
+from accelvisor.limits import LIMITS
+from accelvisor.vfio_user.protocol import (
+    FLAG_ERROR,
+    FLAG_NO_REPLY,
+    HEADER,
+    HEADER_BYTES,
+    TYPE_COMMAND,
+    TYPE_MASK,
+    TYPE_REPLY,
+    Command,
+)
+
+_KNOWN_FLAGS = TYPE_MASK | FLAG_NO_REPLY | FLAG_ERROR
+_NO_FDS: tuple[int, ...] = ()
+
+
+def close_fds(fds: Iterable[int]) -> None:
+    """Close each descriptor; one that is closed already is a bug elsewhere and is let pass."""
+    for fd in fds:
+        try:
+            os.close(fd)
+        except OSError:
+            pass
+
+
+def broken(message: str, hint: str = "the peer does not speak vfio-user") -> ProtocolError:
+    """The error for bytes after which a connection cannot go on."""
+    return ProtocolError(message, code="vfio-user-framing", where="vfio-user", hint=hint)
+
+
+class Message:
+    """One received message: its raw bytes (header included) and the descriptors it came with.
+
+    Raises:
+        ProtocolError: ``raw`` is not exactly one message by its own header.
+    """
+
+    __slots__ = ("command", "errno", "fds", "flags", "id", "raw", "size")
+
+    def __init__(self, raw: bytes, fds: Sequence[int] = _NO_FDS) -> None:
+        if len(raw) < HEADER_BYTES:
+            raise broken(f"{len(raw)} bytes, a header has {HEADER_BYTES}")
+        self.raw = raw
+        self.fds = fds
+        self.id: int
+        self.command: int
+        self.size: int
+        self.flags: int
+        self.errno: int
+        self.id, self.command, self.size, self.flags, self.errno = HEADER.unpack_from(raw)
+        if self.size != len(raw):
+            raise broken(f"the header says {self.size} bytes, the message has {len(raw)}")
+
+    @property
+    def is_reply(self) -> bool:
+        return self.flags & TYPE_MASK == TYPE_REPLY
+
+    @property
+    def wants_reply(self) -> bool:
+        return not self.flags & FLAG_NO_REPLY
+
+    @property
+    def body(self) -> memoryview:
+        return memoryview(self.raw)[HEADER_BYTES:]
+
+    def take_fds(self) -> Sequence[int]:
+        """The descriptors, which the caller owns from now on."""
+        fds, self.fds = self.fds, _NO_FDS
+        return fds
+
+    def close(self) -> None:
+        """Close the descriptors that nobody took."""
+        if self.fds:
+            close_fds(self.take_fds())
+
+    def __repr__(self) -> str:
+        kind = "reply" if self.is_reply else "command"
+        return (
+            f"Message({kind} {command_name(self.command)} id={self.id} size={self.size}"
+            f" flags={self.flags:#x} errno={self.errno} fds={len(self.fds)})"
+        )
+
+
+def command_name(number: int) -> str:
+    """The specification's name of a command, or its number when it has none."""
+    try:
+        return Command(number).name
+    except ValueError:
+        return f"command {number}"
+
+
+def encode_command(ident: int, command: int, body: bytes = b"", *, no_reply: bool = False) -> bytes:
+    """A request. ``ident`` (0..65535) is echoed by the reply."""
+    flags = TYPE_COMMAND | (FLAG_NO_REPLY if no_reply else 0)
+    return HEADER.pack(ident, command, HEADER_BYTES + len(body), flags, 0) + body
+
+
+def encode_reply(ident: int, command: int, body: bytes = b"") -> bytes:
+    """A successful reply."""
+    return HEADER.pack(ident, command, HEADER_BYTES + len(body), TYPE_REPLY, 0) + body
+
+
+def encode_error(ident: int, command: int, errno: int) -> bytes:
+    """A refusal: the header alone, as the specification demands."""
+    return HEADER.pack(ident, command, HEADER_BYTES, TYPE_REPLY | FLAG_ERROR, errno)
+
+
+def check_header(size: int, flags: int, limit: int) -> None:
+    """Refuse a header after which the stream cannot be followed.
+
+    Raises:
+        ProtocolError: impossible size or unknown message type.
+    """
+    if size < HEADER_BYTES:
+        raise broken(f"message size {size} is smaller than its header")
+    if size > limit:
+        raise broken(f"message of {size} bytes, the limit is {limit}")
+    kind = flags & TYPE_MASK
+    if kind > TYPE_REPLY or flags & ~_KNOWN_FLAGS:
+        raise broken(f"unknown message flags {flags:#x}")
+
+
+class FrameReader:
+    """Collects one message at a time from reads of any size.
+
+    Use: read at most ``len(reader.space())`` bytes into ``reader.space()``, then call
+    ``advance(count, fds)``; a message comes back when it is complete. After an error the stream is
+    lost and the reader must be closed.
+    """
+
+    __slots__ = ("_buffer", "_fds", "_filled", "_limit", "_max_fds", "_view", "_wanted")
+
+    def __init__(
+        self,
+        *,
+        limit: int = LIMITS.vfio_message_bytes,
+        max_fds: int = LIMITS.vfio_message_fds,
+    ) -> None:
+        self._limit = limit
+        self._max_fds = max_fds
+        self._buffer = bytearray(4096)
+        self._view = memoryview(self._buffer)
+        self._filled = 0
+        self._wanted = HEADER_BYTES
+        self._fds: list[int] = []
+
+    @property
+    def is_idle(self) -> bool:
+        """True between messages: the end of the stream is clean here and torn anywhere else."""
+        return not self._filled
+
+    def space(self) -> memoryview:
+        """Where the next bytes go; never longer than what is left of the current message."""
+        return self._view[self._filled : self._wanted]
+
+    def advance(self, count: int, fds: Sequence[int] = _NO_FDS) -> Message | None:
+        """Account for ``count`` bytes read into :meth:`space` and the descriptors beside them.
+
+        Raises:
+            ProtocolError: the message is impossible, or brings too many descriptors. All
+                descriptors, these included, are closed by :meth:`close`.
+        """
+        if fds:
+            self._fds.extend(fds)
+            if len(self._fds) > self._max_fds:
+                raise broken(f"{len(self._fds)} descriptors in one message, {self._max_fds} agreed")
+        filled = self._filled = self._filled + count
+        if filled < self._wanted:
+            return None
+        if self._wanted == HEADER_BYTES:
+            _, _, size, flags, _ = HEADER.unpack_from(self._buffer)
+            check_header(size, flags, self._limit)
+            if size > HEADER_BYTES:
+                self._grow(size)
+                self._wanted = size
+                return None
+        self._filled = 0
+        self._wanted = HEADER_BYTES
+        raw = bytes(self._view[:filled])
+        if not self._fds:
+            return Message(raw)
+        taken, self._fds = self._fds, []
+        return Message(raw, taken)
+
+    def feed(self, data: bytes, fds: Sequence[int] = _NO_FDS) -> list[Message]:
+        """Every message that ``data`` completes (for tests and transcripts, where bytes come in
+        any cut). ``fds`` belong to the message that the first byte of ``data`` is part of.
+        """
+        messages: list[Message] = []
+        at = 0
+        while at < len(data):
+            space = self.space()
+            count = min(len(space), len(data) - at)
+            space[:count] = data[at : at + count]
+            at += count
+            message = self.advance(count, fds)
+            fds = _NO_FDS
+            if message is not None:
+                messages.append(message)
+        return messages
+
+    def close(self) -> None:
+        """Close the descriptors of a message that never became complete."""
+        taken, self._fds = self._fds, []
+        close_fds(taken)
+        self._filled = 0
+        self._wanted = HEADER_BYTES
+
+    def _grow(self, size: int) -> None:
+        if size <= len(self._buffer):
+            return
+        # In powers of two: a peer of large messages costs a few allocations, one of small none.
+        bigger = bytearray(min(1 << (size - 1).bit_length(), max(self._limit, size)))
+        bigger[: self._filled] = self._view[: self._filled]
+        self._buffer = bigger
+        self._view = memoryview(bigger)
