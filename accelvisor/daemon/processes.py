@@ -59,9 +59,18 @@ class Process:
 
     async def wait(self, deadline_s: float) -> bool:
         """Until it has ended; False when the deadline came first."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.ended()
+            return True
+        except TimeoutError:
+            return False
+
+    async def ended(self) -> None:
+        """Until it has ended, however long."""
         fd = self._open()
         if fd is None:
-            return True
+            return
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = loop.create_future()
 
@@ -71,11 +80,7 @@ class Process:
 
         loop.add_reader(fd, on_end)
         try:
-            async with asyncio.timeout(deadline_s):
-                await ended
-            return True
-        except TimeoutError:
-            return False
+            await ended
         finally:
             loop.remove_reader(fd)
             os.close(fd)

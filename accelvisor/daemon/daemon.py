@@ -1,0 +1,234 @@
+"""accelvisord as one object: what it is made of, and in which order that comes up and goes down.
+
+Up: lock, listener, store, recovery of the functions, domains, clients, READY. Down: clients, verbs in
+flight, watches, domains, store. Function processes are left running: the next daemon adopts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import grp
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import accelvisor
+from accelvisor.control.admin import Policy
+from accelvisor.control.dispatch import Dispatcher
+from accelvisor.control.server import AdminServer
+from accelvisor.daemon import domains, listen
+from accelvisor.daemon.config import Config
+from accelvisor.daemon.domains import DomainsLink
+from accelvisor.daemon.events import EventHub
+from accelvisor.daemon.functions import Functions, World
+from accelvisor.daemon.keeper import Keeper
+from accelvisor.daemon.notify import Notifier
+from accelvisor.daemon.paths import Paths
+from accelvisor.daemon.registry import Registry
+from accelvisor.daemon.service import AdminService, Identity
+from accelvisor.daemon.store import Store
+from accelvisor.daemon.supervisor import Supervisor, choose
+from accelvisor.errors import SystemFailure
+from accelvisor.hypervisor.port import DomainEvent, DomainEventKind, DomainsPort
+
+LOG = logging.getLogger(__name__)
+#: Seconds that verbs in flight get before the daemon ends; the journal has the rest.
+SETTLE_S = 15.0
+#: Told to the service manager while recovering, so that many functions do not look like a hang.
+EXTEND_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a daemon is started with.
+
+    Attributes:
+        listener: an inherited listening socket; None to bind one.
+        supervisor: None to choose by the configuration.
+        fault: passed on to :class:`World`.
+    """
+
+    config: Config
+    paths: Paths
+    notifier: Notifier
+    listener: socket.socket | None = None
+    supervisor: Supervisor | None = None
+    load_domains: Callable[[str], DomainsPort] = domains.load
+    clock: Callable[[], float] = time.time
+    fault: Callable[[str], None] = lambda step: None
+
+
+class Daemon:
+    """One running accelvisord; use :meth:`start`, then :meth:`stop`, in one loop."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._undo = contextlib.AsyncExitStack()
+        self._watchdog: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Come up; says READY at the end.
+
+        Raises:
+            ConflictError: ``already-running``, ``socket-live``, ``socket-not-a-socket``.
+            SystemFailure, StateError, ConfigError: what stands in the way, undone before.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """Go down in the reverse order; idempotent. Functions go on."""
+        self._setup.notifier.stopping("stopping; functions go on")
+        await self._undo.aclose()
+
+    async def reload(self, config: Config) -> None:
+        """Take over cards, profiles, groups and the host's name. What else changed is reported: it
+        needs a restart."""
+        old = self._setup.config
+        for name in ("supervisor",):
+            if getattr(old.daemon, name) != getattr(config.daemon, name):
+                LOG.warning("[daemon] %s changed: restart accelvisord to use it", name)
+        if old.libvirt != config.libvirt:
+            LOG.warning("[libvirt] changed: restart accelvisord to use it")
+        self._functions.configure(config)
+        self._server.dispatcher.policy = policy(config)
+
+    async def _start(self) -> None:
+        setup, undo = self._setup, self._undo
+        _directory(setup.paths.run, 0o755)
+        _directory(setup.paths.functions, 0o755)
+        _directory(setup.paths.state, 0o700)
+        lock = listen.acquire(setup.paths.lock)
+        undo.callback(lock.release)
+        listener = self._listener(lock)
+        undo.callback(listener.close)
+        hub = EventHub()
+        registry = self._open(hub)
+        await registry.load()
+        supervisor = setup.supervisor or choose(setup.config.daemon.supervisor, setup.paths)
+        world = World(setup.paths, supervisor, setup.clock, fault=setup.fault)
+        self._functions = Functions(registry, world, setup.config)
+        self._keeper = Keeper(self._functions, _boot_id())
+        undo.push_async_callback(self._keeper.stop)
+        setup.notifier.extend_timeout(EXTEND_S)
+        setup.notifier.status("recovering functions")
+        repairs = await self._keeper.recover()
+        LOG.info("%d functions, supervised by %s", len(repairs), supervisor.name)
+        links = DomainsLink(
+            setup.config.libvirt.uri, self._keeper.follow, self._record, setup.load_domains
+        )
+        undo.push_async_callback(links.stop)
+        await links.start()
+        undo.push_async_callback(self._functions.settle, SETTLE_S)
+        await self._serve(registry, links, hub, listener)
+
+    async def _serve(
+        self, registry: Registry, links: DomainsLink, hub: EventHub, listener: socket.socket
+    ) -> None:
+        setup = self._setup
+        identity = Identity(
+            name=setup.config.host.name or socket.gethostname(),
+            uuid=await registry.host_uuid(lambda: str(uuid.uuid4())),
+            boot_id=_boot_id(),
+            started=setup.clock(),
+        )
+        service = AdminService(identity, self._functions, links, hub)
+        dispatcher = Dispatcher(service, policy(setup.config), accelvisor.__version__)
+        self._server = AdminServer(dispatcher)
+        self._undo.push_async_callback(self._server.stop)
+        await self._server.start(listener)
+        self._watchdog = asyncio.get_running_loop().create_task(self._keep_alive())
+        self._undo.push_async_callback(self._end_watchdog)
+        setup.notifier.ready(f"{len(registry.all())} functions")
+
+    def _listener(self, lock: listen.Lock) -> socket.socket:
+        setup = self._setup
+        if setup.listener is not None:
+            return setup.listener
+        group = setup.config.admin.socket_group
+        if os.geteuid() != 0 and not _has_group(group):
+            group = ""  # without root one cannot give the socket away; only the own user connects
+        path = setup.paths.admin_socket
+        sock = listen.bind(path, lock, group=group)
+        self._undo.callback(listen.remove, path)
+        return sock
+
+    def _open(self, hub: EventHub) -> Registry:
+        database = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._undo.callback(database.shutdown)
+        store = Store(self._setup.paths.database, self._setup.clock)
+        self._undo.callback(lambda: database.submit(store.close).result())
+        return Registry(store, database, hub)
+
+    async def _record(self, event: DomainEvent) -> None:
+        """A domain's event into the log of events."""
+        if event.kind in (DomainEventKind.CONNECTED, DomainEventKind.DISCONNECTED):
+            message = f"libvirt is {event.kind}"
+        else:
+            message = f"domain {event.domain} {event.kind} {event.detail}".rstrip()
+        await self._functions.registry.record(f"domain-{event.kind}", event.uuid, message)
+
+    async def _keep_alive(self) -> None:
+        """The watchdog's sign of life comes from the loop that answers, so a stuck loop is seen."""
+        interval = self._setup.notifier.interval_s
+        while interval is not None:
+            self._setup.notifier.alive()
+            await asyncio.sleep(interval)
+
+    async def _end_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+            await asyncio.gather(self._watchdog, return_exceptions=True)
+
+
+def policy(config: Config) -> Policy:
+    """Group names to ids. A name that this host does not have grants nothing, and is reported."""
+
+    def ids(names: Sequence[str]) -> frozenset[int]:
+        found = set()
+        for name in names:
+            try:
+                found.add(grp.getgrnam(name).gr_gid)
+            except KeyError:
+                LOG.warning('[admin] names the group "%s", which this host does not have', name)
+        return frozenset(found)
+
+    return Policy(
+        read=ids(config.admin.read),
+        operate=ids(config.admin.operate),
+        admin=ids(config.admin.admin),
+        uids=frozenset((0, os.geteuid())),
+    )
+
+
+def _has_group(name: str) -> bool:
+    try:
+        return grp.getgrnam(name).gr_gid in (os.getegid(), *os.getgroups())
+    except KeyError:
+        return False
+
+
+def _directory(path: Path, mode: int) -> None:
+    try:
+        path.mkdir(mode=mode, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemFailure(
+            f"cannot make the directory: {error.strerror}",
+            code="directory",
+            where=str(path),
+            hint="run as root, or set ACCELVISOR_RUN_DIR and ACCELVISOR_STATE_DIR",
+        ) from error
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

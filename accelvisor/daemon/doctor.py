@@ -1,0 +1,278 @@
+"""What is missing on this host: facts are gathered in one function, judged in others.
+
+A *problem* keeps something from working, a *warning* makes it worse, *ok* is said too, so that a
+reader sees what was looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import stat
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from accelvisor.daemon.lifecycle import State
+from accelvisor.daemon.store import Function
+from accelvisor.limits import MIB
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+_NEED_QEMU = (10, 1)  # the first with vfio-user-pci
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    name: str
+    severity: str
+    found: str
+    hint: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        return {
+            "name": self.name,
+            "severity": self.severity,
+            "found": self.found,
+            "hint": self.hint,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What was seen. None means: not there."""
+
+    python: tuple[int, int]
+    kernel: str
+    kvm: str | None  # what happened when /dev/kvm was opened: "usable", or why not
+    qemu_path: str | None
+    qemu_version: tuple[int, int] | None
+    qemu_vfio_user: bool
+    hypervisor: str | None  # versions in words
+    hypervisor_error: str
+    systemd: int | None  # version, when it is pid 1
+    supervisor: str
+    controllers: Sequence[str]  # of cgroup v2
+    huge_free_bytes: int
+    memory_available_bytes: int
+    admin_mode: int | None
+    admin_group: str
+    socket_group_missing: str  # the configured group, when the host has none of that name
+
+
+def gather(
+    *,
+    admin_socket: Path,
+    supervisor: str,
+    hypervisor: str | None,
+    hypervisor_error: str,
+    socket_group: str,
+) -> Facts:
+    """Look at the machine. Blocks for some tens of milliseconds (QEMU is asked): use a thread."""
+    path = shutil.which("qemu-system-x86_64") or shutil.which("qemu-system-aarch64")
+    version, vfio_user = _qemu(path) if path else (None, False)
+    mode, group = _socket(admin_socket)
+    meminfo = _meminfo()
+    return Facts(
+        python=(platform.python_version_tuple() and _version(platform.python_version())) or (0, 0),
+        kernel=platform.release(),
+        kvm=_kvm(),
+        qemu_path=path,
+        qemu_version=version,
+        qemu_vfio_user=vfio_user,
+        hypervisor=hypervisor,
+        hypervisor_error=hypervisor_error,
+        systemd=_systemd(),
+        supervisor=supervisor,
+        controllers=_read("/sys/fs/cgroup/cgroup.controllers").split(),
+        huge_free_bytes=meminfo.get("HugePages_Free", 0) * meminfo.get("Hugepagesize", 0) * 1024,
+        memory_available_bytes=meminfo.get("MemAvailable", 0) * 1024,
+        admin_mode=mode,
+        admin_group=group,
+        socket_group_missing="" if not socket_group or _has_group(socket_group) else socket_group,
+    )
+
+
+def judge(facts: Facts, functions: Sequence[Function]) -> list[Check]:
+    """The findings, in a fixed order."""
+    return [
+        _judge_qemu(facts),
+        _judge_kvm(facts),
+        _judge_libvirt(facts),
+        _judge_systemd(facts),
+        _judge_cgroups(facts),
+        _judge_memory(facts, functions),
+        _judge_huge_pages(facts),
+        _judge_admin(facts),
+        _judge_group(facts),
+        _judge_functions(functions),
+    ]
+
+
+def _judge_qemu(facts: Facts) -> Check:
+    hint = "install QEMU 10.1 or newer (Debian 13: from trixie-backports)"
+    if facts.qemu_path is None:
+        return Check("qemu", PROBLEM, "no qemu-system-x86_64 in the path", hint)
+    version = ".".join(map(str, facts.qemu_version or ("?",)))
+    if facts.qemu_vfio_user:
+        return Check("qemu", OK, f"QEMU {version} with vfio-user-pci")
+    if facts.qemu_version is not None and facts.qemu_version < _NEED_QEMU:
+        return Check("qemu", PROBLEM, f"QEMU {version} has no vfio-user-pci", hint)
+    return Check("qemu", PROBLEM, f"QEMU {version} was built without vfio-user-pci", hint)
+
+
+def _judge_kvm(facts: Facts) -> Check:
+    if facts.kvm == "usable":
+        return Check("kvm", OK, "/dev/kvm opens")
+    found = "no /dev/kvm" if facts.kvm is None else f"/dev/kvm: {facts.kvm}"
+    hint = "domains run in software emulation (TCG), which is slow; enable virtualisation"
+    return Check("kvm", WARNING, found, hint)
+
+
+def _judge_libvirt(facts: Facts) -> Check:
+    if facts.hypervisor is not None:
+        return Check("libvirt", OK, facts.hypervisor)
+    hint = "without it functions work, domains do not: systemctl start libvirtd"
+    return Check("libvirt", WARNING, facts.hypervisor_error or "not reachable", hint)
+
+
+def _judge_systemd(facts: Facts) -> Check:
+    if facts.systemd is None:
+        hint = "functions run as plain processes, without the units' sandbox"
+        return Check("systemd", WARNING, f"not pid 1; supervisor {facts.supervisor}", hint)
+    if facts.supervisor != "systemd":
+        hint = 'set [daemon] supervisor = "systemd" to sandbox the functions'
+        return Check("systemd", WARNING, f"supervisor {facts.supervisor}", hint)
+    return Check("systemd", OK, f"systemd {facts.systemd} supervises the functions")
+
+
+def _judge_cgroups(facts: Facts) -> Check:
+    missing = sorted({"cpu", "memory"} - set(facts.controllers))
+    if not missing:
+        return Check("cgroups", OK, "version 2 with cpu and memory")
+    hint = "the units' CPU and memory limits have no effect"
+    return Check("cgroups", WARNING, f"no {' and '.join(missing)} controller (version 2)", hint)
+
+
+def _judge_memory(facts: Facts, functions: Sequence[Function]) -> Check:
+    promised = sum(item.memory_bytes + item.window_bytes for item in functions)
+    found = (
+        f"{facts.memory_available_bytes // MIB} MiB available,"
+        f" {promised // MIB} MiB promised to functions"
+    )
+    if promised > facts.memory_available_bytes:
+        hint = "functions take memory as they use it: delete some, or add memory"
+        return Check("memory", WARNING, found, hint)
+    return Check("memory", OK, found)
+
+
+def _judge_huge_pages(facts: Facts) -> Check:
+    if facts.huge_free_bytes:
+        return Check("huge-pages", OK, f"{facts.huge_free_bytes // MIB} MiB free")
+    return Check("huge-pages", OK, "none reserved; normal pages are used")
+
+
+def _judge_admin(facts: Facts) -> Check:
+    if facts.admin_mode is None:
+        return Check("admin-socket", PROBLEM, "not there", "systemctl restart accelvisor.socket")
+    found = f"mode {stat.S_IMODE(facts.admin_mode):04o}, group {facts.admin_group}"
+    if facts.admin_mode & stat.S_IRWXO:
+        hint = "everybody may connect; the methods are still protected: chmod o= it"
+        return Check("admin-socket", WARNING, found, hint)
+    return Check("admin-socket", OK, found)
+
+
+def _judge_group(facts: Facts) -> Check:
+    if facts.socket_group_missing:
+        return Check(
+            "socket-group",
+            PROBLEM,
+            f'no group "{facts.socket_group_missing}": QEMU cannot reach its functions',
+            "set [daemon] socket_group to the group that QEMU runs in",
+        )
+    return Check("socket-group", OK, "as configured")
+
+
+def _judge_functions(functions: Sequence[Function]) -> Check:
+    failed = [item.name for item in functions if item.state is State.FAILED]
+    if failed:
+        hint = "accelctl function show NAME says why, accelctl function reset NAME starts it anew"
+        return Check("functions", PROBLEM, f"failed: {', '.join(failed)}", hint)
+    return Check("functions", OK, f"{len(functions)}, none failed")
+
+
+# --- looking ------------------------------------------------------------------------------
+
+
+def _qemu(path: str) -> tuple[tuple[int, int] | None, bool]:
+    def ask(*arguments: str) -> str:
+        try:
+            return subprocess.run(
+                [path, *arguments], capture_output=True, text=True, timeout=10, check=False
+            ).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+
+    return _version(ask("--version")), "vfio-user-pci" in ask("-device", "help")
+
+
+def _version(text: str) -> tuple[int, int] | None:
+    match = re.search(r"(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _kvm() -> str | None:
+    try:
+        os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error.strerror
+    return "usable"
+
+
+def _systemd() -> int | None:
+    if not Path("/run/systemd/system").is_dir():
+        return None
+    try:
+        out = subprocess.run(
+            ["systemctl", "--version"], capture_output=True, text=True, timeout=10, check=False
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    match = re.match(r"systemd (\d+)", out)
+    return int(match[1]) if match else None
+
+
+def _socket(path: Path) -> tuple[int | None, str]:
+    try:
+        status = path.stat()
+        return status.st_mode, path.group()
+    except FileNotFoundError:
+        return None, ""
+    except KeyError:
+        return status.st_mode, str(status.st_gid)
+
+
+def _meminfo() -> dict[str, int]:
+    rows = (line.split(":") for line in _read("/proc/meminfo").splitlines() if ":" in line)
+    return {name: int(value.split()[0]) for name, value in rows}
+
+
+def _has_group(name: str) -> bool:
+    import grp
+
+    try:
+        grp.getgrnam(name)
+    except KeyError:
+        return False
+    return True
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

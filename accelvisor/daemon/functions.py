@@ -1,0 +1,330 @@
+"""Creating, deleting and resetting functions: the executor of what planner and life table decide.
+
+Each verb does its steps in an order that survives a kill between any two of them: the journal row
+first, the machine next, the row last (docs/contracts.md). A verb that has begun is carried to its
+end even when the client that asked for it goes away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import shutil
+import uuid as uuid_module
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from accelvisor.daemon import function_link, inventory
+from accelvisor.daemon.config import NAME, Config
+from accelvisor.daemon.inventory import Card, Profile
+from accelvisor.daemon.lifecycle import Event, State, move
+from accelvisor.daemon.paths import Paths
+from accelvisor.daemon.registry import Registry
+from accelvisor.daemon.store import Function
+from accelvisor.daemon.supervisor import Supervisor
+from accelvisor.errors import AccelvisorError, NotFoundError, SystemFailure, UsageError
+from accelvisor.limits import LIMITS
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+
+#: The named points after each step, for fault injection in tests.
+CREATE_STEPS = (
+    "create:planned",
+    "create:journaled",
+    "create:written",
+    "create:started",
+    "create:ready",
+    "create:committed",
+)
+DELETE_STEPS = ("delete:journaled", "delete:stopped", "delete:removed", "delete:committed")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What the functions need of the world outside.
+
+    Attributes:
+        clock: seconds since 1970.
+        new_uuid: random UUIDs in their usual form.
+        ready_s: how long a new process may take until it is ready (seconds).
+        fault: called with the name of each step that was just done.
+    """
+
+    paths: Paths
+    supervisor: Supervisor
+    clock: Callable[[], float]
+    new_uuid: Callable[[], str] = lambda: str(uuid_module.uuid4())
+    ready_s: float = LIMITS.function_ready_s
+    fault: Callable[[str], None] = lambda step: None
+
+
+class Functions:
+    """The verbs. One function is acted on by one verb at a time."""
+
+    def __init__(self, registry: Registry, world: World, config: Config) -> None:
+        self.registry = registry
+        self.world = world
+        self.configure(config)
+        self._placing = asyncio.Lock()
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._verbs: set[asyncio.Task[Any]] = set()
+        #: Called with the UUID of each function whose process was found ready.
+        self.on_ready: Callable[[str], None] = lambda uuid: None
+
+    def configure(self, config: Config) -> None:
+        """Take cards and profiles from a (re)loaded configuration; functions that exist stay."""
+        self.cards: Sequence[Card] = [
+            Card(name, item.chips, item.cores_per_chip, item.memory)
+            for name, item in config.cards.items()
+        ]
+        self.profiles: Sequence[Profile] = [
+            Profile(
+                name,
+                item.cores,
+                item.chips,
+                item.memory,
+                item.window,
+                item.queues,
+                item.ring_entries,
+            )
+            for name, item in config.profiles.items()
+        ]
+        self.socket_group = config.daemon.socket_group
+
+    def lock(self, uuid: str) -> asyncio.Lock:
+        """Held while a verb acts on the function."""
+        return self._locks[uuid]
+
+    async def create(self, profile: str, name: str | None, card: str | None) -> Function:
+        """Place, journal, start, wait until ready, commit.
+
+        Raises:
+            NotFoundError: ``profile-not-found``, ``card-not-found``.
+            UsageError: ``name-invalid``.
+            CapacityError: ``no-room``.
+            ConflictError: ``function-exists``.
+            DeadlineError, HostError: the process did not come up; everything was undone.
+        """
+        return await self._carry(self._create(self._profile(profile), name, card))
+
+    async def delete(self, key: str) -> None:
+        """End it. Deleting what a deletion could not finish tries again.
+
+        Raises:
+            NotFoundError: ``function-not-found``.
+            ConflictError: ``function-in-use``.
+        """
+        await self._carry(self._delete(key))
+
+    async def reset(self, key: str) -> Function:
+        """A function-level reset; a failed function gets a new process.
+
+        Raises:
+            NotFoundError, ConflictError; and what the function process answers.
+        """
+        return await self._carry(self._reset(key))
+
+    async def statistics(self, key: str) -> dict[str, Any]:
+        """What the function process counts."""
+        function = self.registry.find(key)
+        move(function.state, Event.RESET, function.name)  # refused for those that come or go
+        files = self.world.paths.function(function.uuid)
+        return await function_link.call(files.control_socket, "statistics")
+
+    async def start_process(self, function: Function) -> None:
+        """Write its files, start its process, wait until it is ready. The caller holds the lock."""
+        self._write(function)
+        self.world.fault("create:written")
+        await self.world.supervisor.start(function.uuid)
+        self.world.fault("create:started")
+        files = self.world.paths.function(function.uuid)
+        await function_link.wait_ready(files.holder_socket, deadline_s=self.world.ready_s)
+        self.on_ready(function.uuid)
+
+    async def remove(self, function: Function, message: str) -> None:
+        """From the journal row ``deleting`` to nothing. The caller holds the lock."""
+        await self.world.supervisor.stop(function.uuid)
+        self.world.fault("delete:stopped")
+        self.sweep(function.uuid)
+        self.world.fault("delete:removed")
+        await self.registry.remove(function.uuid, message)
+        self._locks.pop(function.uuid, None)
+        self.world.fault("delete:committed")
+
+    def sweep(self, uuid: str) -> None:
+        """Remove a function's directory."""
+        directory = self.world.paths.function(uuid).directory
+        try:
+            shutil.rmtree(directory)
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            raise SystemFailure(
+                f"cannot remove it: {error.strerror}", code="sweep", where=str(directory)
+            ) from error
+
+    async def settle(self, deadline_s: float) -> None:
+        """Wait for the verbs in flight before the daemon ends; what remains is journaled."""
+        if self._verbs:
+            await asyncio.wait(self._verbs, timeout=deadline_s)
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    async def _create(self, profile: Profile, name: str | None, card: str | None) -> Function:
+        uuid = self.world.new_uuid()
+        name = _checked_name(name, uuid)
+        async with self.lock(uuid):
+            async with self._placing:
+                function = self._plan(uuid, name, profile, card)
+                self.world.fault("create:planned")
+                where = f"on {function.card}, profile {profile.name}"
+                await self.registry.insert(function, f"creating {name} {where}")
+            self.world.fault("create:journaled")
+            try:
+                await self.start_process(function)
+                self.world.fault("create:ready")
+                function = function.with_state(move(function.state, Event.PROCESS_READY, name))
+                await self.registry.commit(function, "function-created", f"{name} is ready")
+            except Exception as error:
+                await self._undo(function, error)
+                raise
+            self.world.fault("create:committed")
+        return function
+
+    async def _undo(self, function: Function, error: Exception) -> None:
+        """Back to before. If that fails too, the journal row stays for the next start."""
+        reason = error.message if isinstance(error, AccelvisorError) else repr(error)
+        try:
+            going = function.with_state(move(function.state, Event.PROCESS_LOST, ""), reason)
+            await self.registry.commit(going, "function-failed", f"{function.name}: {reason}")
+            await self.remove(going, f"{function.name} was not created: {reason}")
+        except AccelvisorError:
+            LOG.exception(
+                "undoing the creation of %s failed; it is left to the next start", function.uuid
+            )
+
+    def _plan(self, uuid: str, name: str, profile: Profile, card: str | None) -> Function:
+        placement = inventory.choose(self.cards, self.registry.held(), profile, card)
+        return Function(
+            uuid=uuid,
+            name=name,
+            profile=profile.name,
+            placement=placement,
+            cores=profile.cores,
+            chips=profile.chips,
+            memory_bytes=profile.memory_bytes,
+            window_bytes=profile.window_bytes,
+            queues=profile.queues,
+            ring_entries=profile.ring_entries,
+            state=State.CREATING,
+            created=self.world.clock(),
+        )
+
+    async def _delete(self, key: str) -> None:
+        uuid = self.registry.find(key).uuid
+        async with self.lock(uuid):
+            function = self.registry.find(uuid)  # it may have gone while we waited
+            going = function.with_state(move(function.state, Event.DELETE, function.name))
+            await self.registry.commit(going, "function-deleting", f"deleting {function.name}")
+            self.world.fault("delete:journaled")
+            await self.remove(going, f"{function.name} is deleted")
+
+    async def _reset(self, key: str) -> Function:
+        uuid = self.registry.find(key).uuid
+        async with self.lock(uuid):
+            function = self.registry.find(uuid)
+            move(function.state, Event.RESET, function.name)
+            if function.state is State.FAILED:
+                return await self.revive(function)
+            files = self.world.paths.function(uuid)
+            await function_link.call(files.control_socket, "reset")
+            await self.registry.record("function-reset", uuid, f"{function.name} was reset")
+            return function
+
+    async def revive(self, function: Function) -> Function:
+        """A new process for a failed function. The caller holds the lock."""
+        await self.world.supervisor.stop(function.uuid)
+        await self.start_process(function)
+        state = move(function.state, Event.PROCESS_READY, function.name)
+        function = function.with_state(state)
+        await self.registry.commit(
+            function, "function-started", f"{function.name} has a new process"
+        )
+        return function
+
+    def _write(self, function: Function) -> None:
+        """``spec.json`` (docs/contracts.md, 2), complete or not at all."""
+        files = self.world.paths.function(function.uuid)
+        spec = {
+            "uuid": function.uuid,
+            "profile": function.profile,
+            "cores": function.cores,
+            "chips": function.chips,
+            "memory_bytes": function.memory_bytes,
+            "window_bytes": function.window_bytes,
+            "queues": function.queues,
+            "ring_entries": function.ring_entries,
+            "vfio_socket": str(files.vfio_socket),
+            "holder_socket": str(files.holder_socket),
+            "control_socket": str(files.control_socket),
+            "socket_group": self.socket_group,
+        }
+        try:
+            files.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            staged = files.spec.with_suffix(".new")
+            staged.write_text(json.dumps(spec, indent=2) + "\n")
+            os.replace(staged, files.spec)
+        except OSError as error:
+            raise SystemFailure(
+                f"cannot write the specification: {error.strerror}",
+                code="spec-write",
+                where=str(files.directory),
+            ) from error
+
+    def _profile(self, name: str) -> Profile:
+        for profile in self.profiles:
+            if profile.name == name:
+                return profile
+        known = ", ".join(profile.name for profile in self.profiles)
+        raise NotFoundError(
+            f'there is no profile "{name}"',
+            code="profile-not-found",
+            where="functions",
+            hint=f"profiles: {known}",
+        )
+
+    async def _carry(self, verb: Coroutine[Any, Any, T]) -> T:
+        """Run a verb so that a cancelled caller does not cancel it half-way."""
+        task = asyncio.get_running_loop().create_task(verb)
+        self._verbs.add(task)
+        task.add_done_callback(self._carried)
+        return await asyncio.shield(task)
+
+    def _carried(self, task: asyncio.Task[Any]) -> None:
+        self._verbs.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller may be gone: the outcome is in the event log
+
+
+def _checked_name(name: str | None, uuid: str) -> str:
+    """A name of one's own, which cannot be taken for another function's UUID."""
+    if name is None:
+        return uuid
+    try:
+        looks_like_uuid = bool(uuid_module.UUID(name))
+    except ValueError:
+        looks_like_uuid = False
+    if re.match(NAME, name) is None or looks_like_uuid:
+        raise UsageError(
+            f'"{name[:80]}" cannot be the name of a function',
+            code="name-invalid",
+            where="functions",
+            hint="1 to 64 letters, digits, . _ -, beginning with a letter or digit, and no UUID",
+        )
+    return name

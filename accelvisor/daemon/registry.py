@@ -1,0 +1,97 @@
+"""The functions as the daemon sees them: a mirror of the store that the loop may read at any time.
+
+Every change is committed first, on the store's own thread, then shown here, then published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import ParamSpec, TypeVar
+
+from accelvisor.daemon.events import EventHub
+from accelvisor.daemon.inventory import Placement
+from accelvisor.daemon.store import EventRecord, Function, Store
+from accelvisor.errors import NotFoundError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Registry:
+    """All functions of this host.
+
+    Args:
+        store: the database; from now on used through this registry only.
+        database: an executor of one thread.
+        hub: told of every event after it was committed.
+    """
+
+    def __init__(self, store: Store, database: Executor, hub: EventHub) -> None:
+        self._store = store
+        self._database = database
+        self._hub = hub
+        self._functions: dict[str, Function] = {}
+
+    async def load(self) -> None:
+        """Read the store; once, before anything else."""
+        self._functions = {item.uuid: item for item in await self._call(self._store.functions)}
+
+    def all(self) -> list[Function]:
+        return list(self._functions.values())
+
+    def held(self) -> list[Placement]:
+        return [item.placement for item in self._functions.values()]
+
+    def get(self, uuid: str) -> Function | None:
+        return self._functions.get(uuid)
+
+    def find(self, key: str) -> Function:
+        """By UUID or name. Raises NotFoundError (``function-not-found``)."""
+        for item in self._functions.values():
+            if key in (item.uuid, item.name):
+                return item
+        raise NotFoundError(
+            f'there is no function "{key}"',
+            code="function-not-found",
+            where="functions",
+            hint="accelctl function list",
+        )
+
+    async def insert(self, function: Function, message: str) -> None:
+        """Raises ConflictError (``function-exists``)."""
+        record = await self._call(self._store.insert, function, message)
+        self._functions[function.uuid] = function
+        self._hub.publish(record)
+
+    async def commit(self, function: Function, kind: str, message: str) -> None:
+        record = await self._call(self._store.update, function, kind, message)
+        self._functions[function.uuid] = function
+        self._hub.publish(record)
+
+    async def remove(self, uuid: str, message: str) -> None:
+        record = await self._call(self._store.delete, uuid, message)
+        self._functions.pop(uuid, None)
+        self._hub.publish(record)
+
+    async def record(self, kind: str, subject: str, message: str) -> None:
+        """An event that changes no function."""
+        self._hub.publish(await self._call(self._store.record, kind, subject, message))
+
+    async def events(self, after: int, limit: int) -> Sequence[EventRecord]:
+        return await self._call(self._store.events, after, limit)
+
+    async def new_boot(self, boot_id: str) -> bool:
+        """Whether the store was last used in another boot; from now on it is this one's."""
+        before = await self._call(self._store.boot_id)
+        if before != boot_id:
+            await self._call(self._store.set_boot_id, boot_id)
+        return before != boot_id
+
+    async def host_uuid(self, fresh: Callable[[], str]) -> str:
+        return await self._call(self._store.host_uuid, fresh)
+
+    async def _call(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._database, lambda: work(*args, **kwargs))

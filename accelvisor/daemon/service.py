@@ -1,0 +1,279 @@
+"""The methods of io.accelvisor.Admin: find the objects, ask for the deed, tell the result."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import accelvisor
+from accelvisor.abi import ABI_MAJOR, ABI_MINOR
+from accelvisor.daemon import attach, doctor, wire
+from accelvisor.daemon.domains import DomainsLink
+from accelvisor.daemon.events import EventHub
+from accelvisor.daemon.functions import Functions
+from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
+from accelvisor.hypervisor.port import Domain, DomainsPort
+
+#: Seconds: of the event stream's signs of life, and how long verbs wait for guests.
+ALIVE_S = 15.0
+STOP_S = 60.0
+DETACH_S = 15.0
+LONGEST_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What GetHost says of the host and the daemon."""
+
+    name: str
+    uuid: str
+    boot_id: str
+    started: float
+
+
+class AdminService:
+    """One coroutine per method of the interface, parameters and replies as in the definition."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        functions: Functions,
+        links: DomainsLink,
+        hub: EventHub,
+    ) -> None:
+        self.identity = identity
+        self._functions = functions
+        self._registry = functions.registry
+        self._links = links
+        self._hub = hub
+
+    # --- the host --------------------------------------------------------------------------------
+
+    async def get_host(self) -> dict[str, Any]:
+        hypervisor, _ = await self._hypervisor()
+        return {
+            "host": {
+                "name": self.identity.name,
+                "uuid": self.identity.uuid,
+                "version": accelvisor.__version__,
+                "abi_version": f"{ABI_MAJOR}.{ABI_MINOR}",
+                "kernel": platform.release(),
+                "cpus": os.cpu_count() or 1,
+                "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+                "boot_id": self.identity.boot_id,
+                "supervisor": self._functions.world.supervisor.name,
+                "hypervisor": hypervisor,
+                "cards": len(self._functions.cards),
+                "functions": len(self._registry.all()),
+                "started": self.identity.started,
+            }
+        }
+
+    async def list_cards(self) -> dict[str, Any]:
+        functions = self._registry.all()
+        return {"cards": [wire.card(item, functions) for item in self._functions.cards]}
+
+    async def get_card(self, card: str) -> dict[str, Any]:
+        for item in self._functions.cards:
+            if item.name == card:
+                return {"card": wire.card(item, self._registry.all())}
+        raise NotFoundError(
+            f'there is no card "{card}"',
+            code="card-not-found",
+            where="admin",
+            hint="accelctl card list",
+        )
+
+    async def list_profiles(self) -> dict[str, Any]:
+        cards, held = self._functions.cards, self._registry.held()
+        return {"profiles": [wire.profile(p, cards, held) for p in self._functions.profiles]}
+
+    async def doctor(self) -> dict[str, Any]:
+        hypervisor, error = await self._hypervisor()
+        world = self._functions.world
+        facts = await asyncio.to_thread(
+            doctor.gather,
+            admin_socket=world.paths.admin_socket,
+            supervisor=world.supervisor.name,
+            hypervisor=hypervisor,
+            hypervisor_error=error,
+            socket_group=self._functions.socket_group,
+        )
+        return {"checks": [item.to_dict() for item in doctor.judge(facts, self._registry.all())]}
+
+    # --- functions -------------------------------------------------------------------------------
+
+    async def create_function(
+        self, profile: str, name: str | None = None, card: str | None = None
+    ) -> dict[str, Any]:
+        return self._function(await self._functions.create(profile, name, card))
+
+    async def list_functions(self) -> dict[str, Any]:
+        paths = self._functions.world.paths
+        return {"functions": [wire.function(item, paths) for item in self._registry.all()]}
+
+    async def get_function(self, function: str) -> dict[str, Any]:
+        return self._function(self._registry.find(function))
+
+    async def delete_function(self, function: str, force: bool | None = None) -> dict[str, Any]:
+        if force:
+            await attach.release(self._functions, self._links, function, DETACH_S)
+        await self._functions.delete(function)
+        return {}
+
+    async def function_statistics(self, function: str) -> dict[str, Any]:
+        return {"statistics": await self._functions.statistics(function)}
+
+    async def reset_function(self, function: str) -> dict[str, Any]:
+        return self._function(await self._functions.reset(function))
+
+    # --- functions and domains -------------------------------------------------------------------
+
+    async def attach_function(
+        self,
+        domain: str,
+        function: str,
+        live: bool | None = None,
+        persistent: bool | None = None,
+    ) -> dict[str, Any]:
+        done = await attach.attach(self._functions, self._links, domain, function, live, persistent)
+        return {"attachment": wire.attachment(done)}
+
+    async def detach_function(
+        self,
+        domain: str,
+        function: str,
+        live: bool | None = None,
+        persistent: bool | None = None,
+        deadline: float | None = None,
+    ) -> dict[str, Any]:
+        done = await attach.detach(
+            self._functions,
+            self._links,
+            domain,
+            function,
+            live,
+            persistent,
+            _deadline(deadline, DETACH_S),
+        )
+        return {"attachment": wire.attachment(done)}
+
+    async def print_attachment(self, function: str) -> dict[str, Any]:
+        found = self._registry.find(function)
+        socket = str(self._functions.world.paths.function(found.uuid).vfio_socket)
+        return {"xml": await self._links.call(lambda p: p.attachment_xml(found.uuid, socket))}
+
+    # --- domains ---------------------------------------------------------------------------------
+
+    async def list_domains(self) -> dict[str, Any]:
+        domains = await self._links.call(lambda port: port.list())
+        return {"domains": [wire.domain(item) for item in domains]}
+
+    async def get_domain(self, domain: str) -> dict[str, Any]:
+        return await self._domain(lambda port: port.get(domain), look=False)
+
+    async def domain_xml(self, domain: str, live: bool | None = None) -> dict[str, Any]:
+        return {"xml": await self._links.call(lambda port: port.xml(domain, live=bool(live)))}
+
+    async def define_domain(
+        self,
+        options: dict[str, Any] | None = None,
+        xml: str | None = None,
+        dry_run: bool | None = None,
+    ) -> dict[str, Any]:
+        if (options is None) == (xml is None):
+            raise UsageError("give options or an XML, exactly one", where="admin")
+        if options is not None:
+            built = wire.domain_options(options)
+            xml = await self._links.call(lambda port: port.domain_xml(built))
+        text = xml or ""
+        if dry_run:
+            return {"domain": None, "xml": text}
+        reply = await self._domain(lambda port: port.define(text))
+        return {**reply, "xml": text}
+
+    async def undefine_domain(self, domain: str) -> dict[str, Any]:
+        await self._links.call(lambda port: port.undefine(domain))
+        await self._links.look()
+        return {}
+
+    async def start_domain(self, domain: str) -> dict[str, Any]:
+        return await self._domain(lambda port: port.start(domain))
+
+    async def stop_domain(self, domain: str, deadline: float | None = None) -> dict[str, Any]:
+        seconds = _deadline(deadline, STOP_S)
+        return await self._domain(lambda port: port.shutdown(domain, deadline_s=seconds))
+
+    async def destroy_domain(self, domain: str) -> dict[str, Any]:
+        return await self._domain(lambda port: port.destroy(domain))
+
+    async def suspend_domain(self, domain: str) -> dict[str, Any]:
+        return await self._domain(lambda port: port.suspend(domain))
+
+    async def resume_domain(self, domain: str) -> dict[str, Any]:
+        return await self._domain(lambda port: port.resume(domain))
+
+    async def reboot_domain(self, domain: str) -> dict[str, Any]:
+        return await self._domain(lambda port: port.reboot(domain))
+
+    async def reset_domain(self, domain: str) -> dict[str, Any]:
+        return await self._domain(lambda port: port.reset(domain))
+
+    # --- events ----------------------------------------------------------------------------------
+
+    async def list_events(
+        self, after: int | None = None, limit: int | None = None
+    ) -> dict[str, Any]:
+        count = 1000 if limit is None else limit
+        if not 1 <= count <= 1000 or (after or 0) < 0:
+            raise UsageError("limit is 1 to 1000, after is not negative", where="admin")
+        records = await self._registry.events(after or 0, count)
+        return {"events": [wire.event(item) for item in records]}
+
+    async def watch_events(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
+        with self._hub.watch() as watcher:
+            yield {"event": None}
+            last = -1
+            if after is not None:
+                # The watcher was there first, so what happens meanwhile comes twice: skip by id.
+                for record in await self._registry.events(max(after, 0), 1000):
+                    last = record.id
+                    yield {"event": wire.event(record)}
+            while True:
+                news = await watcher.next(ALIVE_S)
+                if news is None:
+                    yield {"event": None}
+                elif news.id > last:
+                    yield {"event": wire.event(news)}
+
+    # --- inside ----------------------------------------------------------------------------------
+
+    def _function(self, item: Any) -> dict[str, Any]:
+        return {"function": wire.function(item, self._functions.world.paths)}
+
+    async def _domain(
+        self, verb: Callable[[DomainsPort], Domain], *, look: bool = True
+    ) -> dict[str, Any]:
+        """One verb on one domain; then the functions follow before the caller hears of it."""
+        found = await self._links.call(verb)
+        if look:
+            await self._links.look()
+        return {"domain": wire.domain(found)}
+
+    async def _hypervisor(self) -> tuple[str | None, str]:
+        try:
+            return await self._links.call(lambda port: port.version()), ""
+        except AccelvisorError as error:
+            return None, error.message
+
+
+def _deadline(given: float | None, default: float) -> float:
+    if given is None:
+        return default
+    if not 0 < given <= LONGEST_S:
+        raise UsageError(f"a deadline is up to {LONGEST_S:g} seconds", where="admin")
+    return given
