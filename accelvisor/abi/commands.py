@@ -76,7 +76,7 @@ class Memory(NamedTuple):
     transfer: int
     address: int
     length: int  # bytes in all
-    count: int  # segments; 0 without SCATTER
+    count: int  # type: ignore[assignment]  # segments; 0 without SCATTER (hides tuple.count)
 
 
 class Binding(NamedTuple):
