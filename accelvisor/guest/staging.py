@@ -1,0 +1,162 @@
+"""Memory that guest and device both see, handed out in spans.
+
+Two kinds. *Window staging* lies in BAR2: always there, no address translation, but small and shared
+by all processes of the guest; so that processes need not talk to each other, each queue owns an
+equal part. *DMA buffers* are guest RAM: as large as wanted, but they cost a locked allocation, so
+they are kept and used again.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import insort
+from collections.abc import Callable
+
+from accelvisor.abi.registers import PAGE
+from accelvisor.errors import CapacityError
+from accelvisor.guest.registers import Identity
+from accelvisor.guest.transport import DmaBuffer, Transport, segments_of, slice_segments
+
+ALIGN = 64
+
+
+class Spans:
+    """First-fit allocator over ``[start, end)``; neighbours that come free are joined.
+
+    Offsets and sizes are bytes, rounded to cache lines so that two spans never share one.
+    """
+
+    def __init__(self, start: int, end: int) -> None:
+        self._free: list[tuple[int, int]] = [(start, end)] if end > start else []
+        self.capacity = max(end - start, 0)
+
+    @property
+    def largest(self) -> int:
+        """The largest span that could be had now."""
+        return max((end - start for start, end in self._free), default=0)
+
+    def take(self, nbytes: int) -> int | None:
+        """Offset of a free span of ``nbytes``, now taken; None when there is none."""
+        size = _rounded(nbytes)
+        for i, (start, end) in enumerate(self._free):
+            if end - start >= size:
+                if end - start == size:
+                    del self._free[i]
+                else:
+                    self._free[i] = (start + size, end)
+                return start
+        return None
+
+    def give(self, offset: int, nbytes: int) -> None:
+        """Return what :meth:`take` gave, with the same ``nbytes``."""
+        start, end = offset, offset + _rounded(nbytes)
+        joined = []
+        for s, e in self._free:
+            if e == start:
+                start = s
+            elif s == end:
+                end = e
+            else:
+                joined.append((s, e))
+        insort(joined, (start, end))
+        self._free = joined
+
+
+def _rounded(nbytes: int) -> int:
+    return max(nbytes + ALIGN - 1, ALIGN) // ALIGN * ALIGN
+
+
+class Span:
+    """A taken part of the window. ``offset`` is from the window's start, in bytes."""
+
+    __slots__ = ("_pool", "nbytes", "offset", "view")
+
+    def __init__(self, pool: Staging, offset: int, nbytes: int) -> None:
+        self._pool: Staging | None = pool
+        self.offset = offset
+        self.nbytes = nbytes
+        self.view = pool.window[offset : offset + nbytes]
+
+    def release(self) -> None:
+        """Give it back. Only after the device's last use of it. Safe to call twice."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            self.view.release()
+            with pool.lock:
+                pool.spans.give(self.offset, self.nbytes)
+
+
+class Staging:
+    """One queue's part of the window's staging memory."""
+
+    def __init__(self, window: memoryview, identity: Identity, queue: int) -> None:
+        self.window = window
+        share = (identity.window_bytes - identity.staging_offset) // identity.queues
+        share = share // PAGE * PAGE
+        start = identity.staging_offset + queue * share
+        self.spans = Spans(start, start + share)
+        self.lock = threading.Lock()  # spans come back from whichever thread sees the completion
+
+    def take(self, nbytes: int, wait: Callable[[], bool] | None = None) -> Span:
+        """A span of ``nbytes``.
+
+        Args:
+            wait: called while there is no room; returns False when waiting is in vain.
+
+        Raises:
+            CapacityError: no room, and none will come free.
+        """
+        while True:
+            with self.lock:
+                offset = self.spans.take(nbytes)
+            if offset is not None:
+                return Span(self, offset, nbytes)
+            if nbytes > self.spans.capacity or wait is None or not wait():
+                raise CapacityError(
+                    f"{nbytes} bytes of window staging wanted, "
+                    f"{self.spans.largest} of {self.spans.capacity} are free",
+                    code="staging-full",
+                    where="staging",
+                    hint="wait for launches in flight, or give the function a larger window",
+                )
+
+
+class DmaPool:
+    """DMA buffers, kept for the next user: allocating one costs locked pages and look-ups."""
+
+    def __init__(self, transport: Transport, keep: int = 4) -> None:
+        self._transport = transport
+        self._keep = keep
+        self._idle: list[DmaBuffer] = []
+
+    def take(self, nbytes: int) -> DmaBuffer:
+        """A buffer of at least ``nbytes``; its contents are whatever was there."""
+        fits = [b for b in self._idle if len(b.view) >= nbytes]
+        if fits:
+            best = min(fits, key=lambda b: len(b.view))
+            self._idle = [b for b in self._idle if b is not best]
+            return best
+        return self._transport.allocate_dma((nbytes + PAGE - 1) // PAGE * PAGE)
+
+    def give(self, buffer: DmaBuffer) -> None:
+        """Return a buffer that the device no longer uses."""
+        if len(self._idle) < self._keep:
+            self._idle.append(buffer)
+        else:
+            buffer.release()
+
+    def close(self) -> None:
+        """Release what is idle."""
+        while self._idle:
+            self._idle.pop().release()
+
+
+def pieces(buffer: DmaBuffer, offset: int, nbytes: int) -> list[tuple[int, int]]:
+    """(address, bytes) of a part of ``buffer``, neighbours joined."""
+    joined: list[tuple[int, int]] = []
+    for address, size in slice_segments(segments_of(buffer), offset, nbytes):
+        if joined and joined[-1][0] + joined[-1][1] == address:
+            joined[-1] = (joined[-1][0], joined[-1][1] + size)
+        else:
+            joined.append((address, size))
+    return joined

@@ -1,0 +1,174 @@
+"""A function through /sys/bus/pci: no kernel module, no interrupt, root only.
+
+The kernel offers a device's BARs as files that can be mapped. What it does not offer is DMA memory,
+so that is our own, pinned and looked up (:mod:`accelvisor.guest.pinned`). Waiting for
+an interrupt is a short sleep here; the queue looks at its ring afterwards in any case.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from accelvisor.abi.registers import BAR0_BYTES, BAR_REGISTERS, BAR_WINDOW
+from accelvisor.errors import (
+    ConflictError,
+    NotFoundError,
+    PermissionDenied,
+    ProtocolError,
+    SystemFailure,
+)
+from accelvisor.guest.pinned import PinnedMemory
+from accelvisor.guest.transport import DmaBuffer
+
+DEVICES = Path("/sys/bus/pci/devices")
+COMMAND = 0x04  # PCI configuration space, 16 bits
+MEMORY_AND_MASTER = 0x0002 | 0x0004
+_NAP_S = 0.001
+
+
+class SysfsTransport:
+    """One function, mapped from sysfs. Several processes may hold the same function.
+
+    Args:
+        bdf: PCI address, e.g. ``0000:00:04.0``.
+        root: where the devices' directories are.
+        allocate: makes DMA memory of a size in bytes.
+
+    Raises:
+        NotFoundError, PermissionDenied, ConflictError, ProtocolError, SystemFailure.
+    """
+
+    #: There is no interrupt to wait for: waiters had better sleep by their own measure.
+    interrupts = False
+
+    def __init__(
+        self,
+        bdf: str,
+        *,
+        root: Path = DEVICES,
+        allocate: Callable[[int], DmaBuffer] = PinnedMemory,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.bdf = bdf
+        self._allocate = allocate
+        self._sleep = sleep
+        self._maps: list[mmap.mmap] = []
+        self._views: list[memoryview] = []
+        directory = root / bdf
+        try:
+            _enable(directory)
+            registers = self._map(directory / f"resource{BAR_REGISTERS}")
+            window = self._map(directory / f"resource{BAR_WINDOW}")
+        except OSError as error:
+            self.close()
+            raise _explain(error, bdf) from error
+        if len(registers) < BAR0_BYTES:
+            self.close()
+            raise ProtocolError(
+                f"BAR0 has {len(registers)} bytes, a function's has {BAR0_BYTES}",
+                code="not-a-function",
+                where=f"sysfs:{bdf}",
+            )
+        # A 32-bit element of a view is one 32-bit load or store, which a trapped register needs;
+        # slices of a mmap go byte by byte.
+        self._registers = registers.cast("I")
+        self._views.insert(0, self._registers)
+        self.window = window
+
+    def read32(self, offset: int) -> int:
+        """One 32-bit load from BAR0."""
+        return self._registers[offset >> 2]
+
+    def write32(self, offset: int, value: int) -> None:
+        """One 32-bit store to BAR0."""
+        self._registers[offset >> 2] = value
+
+    def read64(self, offset: int) -> int:
+        """Two loads, repeated when the upper half changed between."""
+        while True:
+            high = self.read32(offset + 4)
+            low = self.read32(offset)
+            if self.read32(offset + 4) == high:
+                return high << 32 | low
+
+    def allocate_dma(self, nbytes: int) -> DmaBuffer:
+        """Pinned memory by guest-physical address; may be scattered."""
+        return self._allocate(nbytes)
+
+    def wait_interrupt(self, timeout_s: float) -> bool:
+        """Sleep at most a millisecond; always False."""
+        self._sleep(min(timeout_s, _NAP_S))
+        return False
+
+    def close(self) -> None:
+        """Unmap. The device stays enabled: another process may be using it."""
+        for view in self._views:
+            view.release()
+        self._views.clear()
+        while self._maps:
+            try:
+                self._maps.pop().close()
+            except BufferError:
+                pass  # a view of the window is still in use; the mapping goes with it
+
+    def _map(self, path: Path) -> memoryview:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_SYNC)
+        try:
+            area = mmap.mmap(fd, os.fstat(fd).st_size)
+        finally:
+            os.close(fd)
+        self._maps.append(area)
+        view = memoryview(area)
+        self._views.append(view)
+        return view
+
+
+def _enable(directory: Path) -> None:
+    """Let the device answer memory accesses and do DMA."""
+    if not directory.is_dir():
+        raise NotFoundError(
+            f"there is no PCI device {directory.name}",
+            code="device-not-found",
+            where="sysfs",
+            hint="accelguest info lists the functions of this VM",
+        )
+    driver = directory / "driver"
+    if driver.exists():
+        raise ConflictError(
+            f"the kernel driver {driver.resolve().name} holds the device",
+            code="device-driver-bound",
+            where=f"sysfs:{directory.name}",
+            hint="use the vfio driver, or unbind it in /sys/bus/pci/drivers",
+        )
+    enable = directory / "enable"
+    if enable.read_text().strip() == "0":
+        enable.write_text("1")
+    fd = os.open(directory / "config", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        (command,) = struct.unpack("<H", os.pread(fd, 2, COMMAND))
+        if command & MEMORY_AND_MASTER != MEMORY_AND_MASTER:
+            os.pwrite(fd, struct.pack("<H", command | MEMORY_AND_MASTER), COMMAND)
+    finally:
+        os.close(fd)
+
+
+def _explain(error: OSError, bdf: str) -> PermissionDenied | SystemFailure:
+    where = f"sysfs:{bdf}"
+    if isinstance(error, PermissionError):
+        return PermissionDenied(
+            f"the device's files may not be opened: {error.strerror}",
+            code="device-permission",
+            where=where,
+            hint="run as root; under Secure Boot's lockdown use the vfio driver",
+        )
+    return SystemFailure(
+        f"{error.filename or bdf}: {error.strerror or error}",
+        code="device-open",
+        where=where,
+        hint="dmesg may say more",
+    )

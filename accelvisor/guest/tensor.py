@@ -1,0 +1,307 @@
+"""Tensors in device memory, and numpy arrays that the device can reach."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelvisor.abi import commands
+from accelvisor.abi.dtypes import DType, by_label
+from accelvisor.errors import AccelvisorError, UsageError
+
+if TYPE_CHECKING:
+    from accelvisor.guest.function import Function
+
+Array = npt.NDArray[Any]
+ShapeLike = Sequence[int] | int
+
+
+def device_dtype(dtype: npt.DTypeLike) -> DType:
+    """The device's number for a numpy dtype.
+
+    Raises:
+        UsageError: the device has no such type.
+    """
+    try:
+        return by_label(np.dtype(dtype).name)
+    except (KeyError, TypeError):
+        raise UsageError(
+            f"the device has no type {dtype!r}",
+            code="dtype-unknown",
+            where="tensor",
+            hint="one of " + ", ".join(d.label for d in DType),
+        ) from None
+
+
+def as_shape(shape: ShapeLike) -> tuple[int, ...]:
+    """A shape as a tuple of integers; one number is a vector's length."""
+    return (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
+
+
+class Tensor:
+    """An array in device memory: C order, contiguous.
+
+    Freed by :meth:`close`, at the end of a ``with`` block, or when it is garbage-collected. Made by
+    ``Function.tensor``, ``empty``, ``zeros``, ``ones`` and ``full``.
+    """
+
+    __slots__ = ("__weakref__", "_generation", "_handle", "dtype", "function", "shape")
+
+    def __init__(self, function: Function, shape: ShapeLike, dtype: npt.DTypeLike) -> None:
+        self._handle = 0
+        self.function = function
+        self.shape = as_shape(shape)
+        self.dtype = np.dtype(dtype)
+        self._generation = function.generation
+        self._handle = function.create(device_dtype(dtype), self.shape)
+
+    # --- what it is ------------------------------------------------------------------------------
+
+    @property
+    def ndim(self) -> int:
+        """How many dims it has."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes its elements take."""
+        return self.size * self.dtype.itemsize
+
+    @property
+    def handle(self) -> int:
+        """The device's name of it.
+
+        Raises:
+            UsageError: it was closed.
+            DeviceReset, ConflictError: its context is gone.
+        """
+        if not self._handle:
+            raise UsageError("the tensor is closed", code="tensor-closed", where="tensor")
+        if self._generation != self.function.generation or self.function.closed:
+            gone = self.function.stale(self._generation)
+            if gone is not None:
+                raise gone
+        return self._handle
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("a scalar tensor has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        state = "" if self._handle else " closed"
+        return f"<Tensor {self.dtype.name} {self.shape}{state}>"
+
+    # --- life ------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free its memory on the device. Safe to call twice."""
+        handle, self._handle = self._handle, 0
+        if handle and self.function.stale(self._generation) is None:
+            self.function.call(commands.tensor_destroy(0, handle))
+
+    def __enter__(self) -> Tensor:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except AccelvisorError:
+            if error is None:  # do not hide why the block failed
+                raise
+
+    def __del__(self) -> None:
+        # Only an append: a collection may come at any moment, in any thread, at interpreter exit.
+        if getattr(self, "_handle", 0):
+            self.function.graveyard.append((self._handle, self._generation))
+
+    # --- values ----------------------------------------------------------------------------------
+
+    def numpy(self, out: Array | None = None) -> Array:
+        """The values, in a new array, or in ``out`` (same shape and dtype, C order).
+
+        Raises:
+            UsageError: ``out`` does not fit. CommandRefused, DeviceFault, CommandTimeout.
+        """
+        handle = self.handle
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
+        elif out.shape != self.shape or out.dtype != self.dtype or not out.flags.c_contiguous:
+            raise UsageError(
+                f"out is {out.dtype} {out.shape}, the tensor is {self.dtype} {self.shape}",
+                where="tensor",
+                hint="give a contiguous array of the tensor's own shape and dtype",
+            )
+        if out.nbytes:
+            near = _pinned(self.function, out)
+            if near is not None:
+                buffer, at = near
+                self.function.copies.direct(handle, 0, buffer, at, out.nbytes, inward=False)
+            else:
+                self.function.copies.read(handle, 0, _bytes(out))
+        return out
+
+    def copy_(self, source: Tensor | npt.ArrayLike) -> Tensor:
+        """Overwrite the values with those of ``source``, broadcast as numpy does; returns self."""
+        if isinstance(source, Tensor):
+            source = source.numpy()
+        array = np.asarray(source, dtype=self.dtype)
+        if array.shape != self.shape:
+            try:
+                array = np.broadcast_to(array, self.shape)
+            except ValueError:
+                raise UsageError(
+                    f"shape {array.shape} does not fit {self.shape}", where="tensor"
+                ) from None
+        handle = self.handle
+        array = np.ascontiguousarray(array)
+        if array.nbytes:
+            near = _pinned(self.function, array)
+            if near is not None:
+                buffer, at = near
+                self.function.copies.direct(handle, 0, buffer, at, array.nbytes, inward=True)
+            else:
+                self.function.copies.write(handle, 0, _bytes(array))
+        return self
+
+    def item(self) -> Any:
+        """The only element, as a Python number."""
+        if self.size != 1:
+            raise UsageError(f"a tensor of {self.size} elements is not one number", where="tensor")
+        return self.numpy().item()
+
+    def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("a tensor's values must be copied from the device")
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    # --- operators: the device's instructions of those names -------------------------------------
+
+    def _op(self, name: str, other: Any, *, swapped: bool = False) -> Tensor:
+        if not isinstance(other, Tensor):
+            other = full(self.function, self.shape, other, self.dtype)
+        pair = (other, self) if swapped else (self, other)
+        result = self.function.ops.call(name, *pair)
+        assert isinstance(result, Tensor)  # arithmetic instructions have one output
+        return result
+
+    def __add__(self, other: Any) -> Tensor:
+        return self._op("add", other)
+
+    def __radd__(self, other: Any) -> Tensor:
+        return self._op("add", other, swapped=True)
+
+    def __sub__(self, other: Any) -> Tensor:
+        return self._op("sub", other)
+
+    def __rsub__(self, other: Any) -> Tensor:
+        return self._op("sub", other, swapped=True)
+
+    def __mul__(self, other: Any) -> Tensor:
+        return self._op("mul", other)
+
+    def __rmul__(self, other: Any) -> Tensor:
+        return self._op("mul", other, swapped=True)
+
+    def __truediv__(self, other: Any) -> Tensor:
+        return self._op("div", other)
+
+    def __matmul__(self, other: Tensor) -> Tensor:
+        return self._op("matmul", other)
+
+
+class PinnedArray:
+    """A numpy array (:attr:`array`) in memory that the device reaches by DMA.
+
+    Copies between it (or a contiguous part of it) and tensors need no staging: the device fetches
+    the bytes where they are.
+    """
+
+    def __init__(self, function: Function, shape: ShapeLike, dtype: npt.DTypeLike) -> None:
+        shape, kind = as_shape(shape), np.dtype(dtype)
+        nbytes = prod(shape) * kind.itemsize
+        self._buffer = function.transport.allocate_dma(max(nbytes, 1))
+        self.array: Array = np.frombuffer(self._buffer.view[:nbytes], dtype=kind).reshape(shape)
+        self.start = _address(self.array)
+        self.end = self.start + nbytes
+        self._pid = os.getpid()
+
+    @property
+    def buffer(self) -> Any:
+        """The DMA buffer behind it."""
+        return self._buffer
+
+    def release(self) -> None:
+        """Unpin. :attr:`array` must not be used with the device afterwards. Safe twice."""
+        self.start = self.end = 0
+        self.array = np.empty(0, self.array.dtype)
+        if self._pid == os.getpid():
+            try:
+                self._buffer.release()
+            except BufferError:
+                pass  # another array still looks at it
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _bytes(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _pinned(function: Function, array: Array) -> tuple[Any, int] | None:
+    """(DMA buffer, byte offset) where the array's bytes lie, if they lie in one."""
+    live = function.pinned_arrays
+    if not live:
+        return None
+    start = _address(array)
+    for pinned in live:
+        if pinned.start <= start and start + array.nbytes <= pinned.end:
+            return pinned.buffer, start - pinned.start
+    return None
+
+
+def empty(function: Function, shape: ShapeLike, dtype: npt.DTypeLike) -> Tensor:
+    """A tensor whose contents are not defined."""
+    return Tensor(function, shape, dtype)
+
+
+def from_numpy(
+    function: Function, data: npt.ArrayLike, dtype: npt.DTypeLike | None = None
+) -> Tensor:
+    """A tensor with the values of ``data``; Python floats become float32, the device's own type."""
+    array = np.asarray(data, dtype=dtype)
+    if dtype is None and array.dtype == np.float64 and not isinstance(data, np.ndarray):
+        array = array.astype(np.float32)
+    tensor = Tensor(function, array.shape, array.dtype)
+    return tensor.copy_(array)
+
+
+def full(
+    function: Function, shape: ShapeLike, value: float | int, dtype: npt.DTypeLike
+) -> Tensor:
+    """A tensor whose elements are all ``value``."""
+    tensor = Tensor(function, shape, dtype)
+    fill = function.instructions.get("fill")
+    if fill is not None and tensor.dtype.name in fill.operands[fill.writes[0]].dtypes:
+        function.ops.call("fill", out=tensor, value=value)
+        return tensor
+    return tensor.copy_(np.asarray(value, dtype=dtype))
