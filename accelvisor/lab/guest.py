@@ -75,6 +75,7 @@ class Guest:
                 deadline_s=deadline_s,
                 what=f"guest {self.domain} ready",
                 interval_s=0.2,
+                longest_s=0.3,
             )
         except DeadlineError as error:
             error.hint = f"its console ends with: {self.console()[-600:]}"

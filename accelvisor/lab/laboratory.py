@@ -96,14 +96,16 @@ class Laboratory:
         image = images.host(self.progress)
         guest = guestimage.guest(self.progress)
         with state.locked(self.name):
-            self._adopt()
+            fresh = not self._adopt()
             try:
                 self._boot(image, guest)
                 if self._install:
                     self._install_packages(image)
             except BaseException:
-                _take_down(self._state)
-                self.hosts = []
+                # One that ran before stays: a package that does not build is no reason to lose it.
+                if fresh:
+                    _take_down(self._state)
+                    self.hosts = []
                 raise
 
     def down(self) -> None:
@@ -125,11 +127,11 @@ class Laboratory:
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _adopt(self) -> None:
-        """Take over what runs under this name; refuse when it belongs to somebody else."""
+    def _adopt(self) -> bool:
+        """Take over what runs under this name, if any; refuse when it belongs to somebody else."""
         found = state.load(self.name)
         if found is None:
-            return
+            return False
         if found.owner is not None and found.owner != ProcessId.own():
             raise ConflictError(
                 f"the laboratory {self.name!r} belongs to process {found.owner.pid}",
@@ -142,6 +144,7 @@ class Laboratory:
             # A host that died under a persistent laboratory is replaced.
             container.remove(Place(self.name, record.index), record)
             found.hosts.remove(record)
+        return True
 
     def _boot(self, image: Path, guest: Path) -> None:
         self._state.save()
@@ -179,21 +182,22 @@ class Laboratory:
         disk = guestimage.layer(package.package(built, package.GUEST), image, self.progress)
         shared = container.images_directory(self.name)
         _link(disk, shared / "layer.squashfs")
-        deb = package.package(built, package.HOST)
+        debs = [package.package(built, name) for name in (package.GUEST, package.HOST)]
         for host in self.hosts:
-            self._install_on(host, deb)
+            self._install_on(host, debs)
         self._state.package = built.name
         self._state.save()
 
-    def _install_on(self, host: LabHost, deb: Path) -> None:
-        """As a user would; once per build of the package, which leaves a mark on the host."""
-        mark = f"/run/accelvisor-lab-{deb.parent.name}"
+    def _install_on(self, host: LabHost, debs: list[Path]) -> None:
+        """As a user would; once per build of the packages, which leaves a mark on the host."""
+        mark = f"/run/accelvisor-lab-{debs[0].parent.name}"
         if host.run(["test", "-e", mark], check=False).returncode == 0:
             return
-        with self.progress.step(f"{host.name}: installing {deb.name}"):
-            target = f"/root/{deb.name}"
-            host.push(deb, target)
-            host.run(["dpkg", "--install", "--force-confnew", target], timeout=180)
+        with self.progress.step(f"{host.name}: installing accelvisor's packages"):
+            targets = [f"/root/{deb.name}" for deb in debs]
+            for deb, target in zip(debs, targets, strict=True):
+                host.push(deb, target)
+            host.run(["dpkg", "--install", "--force-confnew", *targets], timeout=180)
             host.run(["touch", mark])
 
 

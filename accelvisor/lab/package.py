@@ -64,13 +64,11 @@ def build(progress: Progress) -> Path:
             target = copy / path.relative_to(tree)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
-        argv = ["dpkg-buildpackage", "--build=binary", "--no-sign", "--no-pre-clean", "-d"]
+        # Debian's own Python and tools, whatever else this machine has in its PATH.
+        env = ["env", "-i", "-C", str(copy), "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8"]
+        argv = ["dpkg-buildpackage", "--build=binary", "--no-sign", "--no-pre-clean"]
         with progress.step("packages: dpkg-buildpackage") as step:
-            run_logged(
-                ["env", "-C", str(copy), *die_with_parent(argv)],
-                step=step,
-                log=images.log_of("package"),
-            )
+            run_logged(die_with_parent([*env, *argv]), step=step, log=images.log_of("package"))
         shutil.rmtree(copy)
 
     return cache.obtain("deb", key(), make)

@@ -156,9 +156,14 @@ def shorten(argv: Sequence[str], width: int = 160) -> str:
 
 
 def wait_until(
-    condition: Callable[[], bool], *, deadline_s: float, what: str, interval_s: float = 0.05
+    condition: Callable[[], bool],
+    *,
+    deadline_s: float,
+    what: str,
+    interval_s: float = 0.05,
+    longest_s: float = 1.0,
 ) -> None:
-    """Wait for a condition that nothing announces; looks less and less often, up to once a second.
+    """Wait for a condition that nothing announces, looking less and less often.
 
     This is the lab's only pause: whatever can announce itself (a child's end, a notify socket) is
     waited for by file descriptor instead.
@@ -169,4 +174,4 @@ def wait_until(
         if left <= 0:
             raise DeadlineError(f"not within {deadline_s:g} s: {what}", where=_WHERE)
         time.sleep(min(interval_s, left))
-        interval_s = min(interval_s * 1.3, 1.0)
+        interval_s = min(interval_s * 1.3, longest_s)
