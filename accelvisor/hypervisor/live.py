@@ -1,0 +1,136 @@
+"""A running domain: plug a function into it and take it out again, through QEMU's monitor."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from accelvisor.errors import CapacityError, DeadlineError, NotFoundError, SystemFailure
+from accelvisor.hypervisor import binding, hotplug, xml
+
+_POLL_S = 0.05
+#: For taking back a device that was plugged a moment ago (seconds).
+_UNDO_S = 10.0
+
+
+class LiveDomain:
+    """Hot-plug on one libvirt domain handle. Errors of libvirt itself pass through untranslated."""
+
+    def __init__(
+        self, handle: Any, monitor: Callable[[str], str], clock: Callable[[], float]
+    ) -> None:
+        """``monitor`` sends one QMP command (JSON text) and returns the reply (JSON text)."""
+        self._handle = handle
+        self._monitor = monitor
+        self._clock = clock
+
+    def plug(self, uuid: str, socket: str) -> tuple[str, str]:
+        """Hot-plug a function behind a free root port; (the port's id, the PCI address).
+
+        ConflictError ``domain-memory``, ``domain-machine`` or ``function-attached``; CapacityError
+        ``no-hotplug-port`` or ``port-window``; SystemFailure ``device-add-failed``.
+        """
+        definition = str(self._handle.XMLDesc(0))
+        xml.require_pcie(definition)
+        xml.require_shared_memory(definition)
+        identifier = xml.device_id(uuid)
+        before = self._command("query-pci")
+        if hotplug.find_device(before, identifier) is not None:
+            hotplug.device_add_failed(identifier, {"desc": "Duplicate device ID"})
+        port = hotplug.free_port(before, xml.hotplug_ports(definition))
+        reply = self._ask("device_add", xml.function_device(uuid, socket, port))
+        if "error" in reply:
+            hotplug.device_add_failed(identifier, reply["error"])
+        try:
+            after = self._command("query-pci")
+            problem = hotplug.window_problem(after, port, identifier)
+            if problem is not None:
+                raise CapacityError(
+                    f"the guest could not give function {uuid} an address: {problem}",
+                    code="port-window",
+                    where="hot-plug",
+                    hint="attach with --persistent and power the domain off and on,"
+                    " or take a smaller profile",
+                )
+            self._remember(xml.FunctionEntry(uuid, socket, port))
+        except BaseException:
+            with suppress(DeadlineError, NotFoundError, SystemFailure):
+                self._release(identifier, _UNDO_S)
+            raise
+        device = hotplug.find_device(after, identifier)
+        return port, hotplug.address(device) if device is not None else ""
+
+    def unplug(self, uuid: str, *, deadline_s: float) -> None:
+        """Hot-unplug, wait until the guest let go, and forget the function.
+
+        NotFoundError ``function-not-attached``, DeadlineError ``detach-deadline``.
+        """
+        known = uuid in {entry.uuid for entry in xml.functions(str(self._handle.XMLDesc(0)))}
+        try:
+            self._release(xml.device_id(uuid), deadline_s)
+        except NotFoundError:
+            if not known:
+                raise
+            # The guest ejected it by itself, or an earlier detach got this far: only forget it.
+        if known:
+            self._forget(uuid)
+
+    def _release(self, identifier: str, deadline_s: float) -> None:
+        until = self._clock() + deadline_s
+        reply = self._ask("device_del", {"id": identifier})
+        if "error" in reply:
+            hotplug.device_del_failed(identifier, reply["error"])
+        # The object's absence is asked for, not the event DEVICE_DELETED: that one would be lost
+        # when libvirtd restarts in between, this one cannot be.
+        while self._present(identifier):
+            if self._clock() >= until:
+                raise DeadlineError(
+                    f"the guest did not let go of {identifier} within {deadline_s:g} s",
+                    code="detach-deadline",
+                    where="hot-plug",
+                    hint="its operating system may be busy or down; try again,"
+                    " or detach with --persistent and power it off",
+                )
+            time.sleep(_POLL_S)
+
+    def _present(self, identifier: str) -> bool:
+        listed = self._command("qom-list", {"path": "/machine/peripheral"})
+        return any(item.get("name") == identifier for item in listed)
+
+    def _remember(self, entry: xml.FunctionEntry) -> None:
+        self._write([*self._entries(), entry])
+
+    def _forget(self, uuid: str) -> None:
+        self._write([entry for entry in self._entries() if entry.uuid != uuid])
+
+    def _entries(self) -> list[xml.FunctionEntry]:
+        return xml.functions(str(self._handle.XMLDesc(0)))
+
+    def _write(self, entries: list[xml.FunctionEntry]) -> None:
+        lv = binding.libvirt()
+        self._handle.setMetadata(
+            lv.VIR_DOMAIN_METADATA_ELEMENT,
+            xml.metadata_element(entries) if entries else None,
+            "accelvisor",
+            xml.NAMESPACE,
+            lv.VIR_DOMAIN_AFFECT_LIVE,
+        )
+
+    def _ask(self, command: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
+        message: dict[str, Any] = {"execute": command}
+        if arguments is not None:
+            message["arguments"] = arguments
+        reply = json.loads(self._monitor(json.dumps(message)))
+        if not isinstance(reply, dict):
+            raise SystemFailure(f"{command}: the monitor answered {reply!r}", where="hot-plug")
+        return reply
+
+    def _command(self, command: str, arguments: dict[str, Any] | None = None) -> Any:
+        reply = self._ask(command, arguments)
+        if "error" in reply:
+            text = reply["error"].get("desc", reply["error"])
+            raise SystemFailure(f"{command}: {text}", code="monitor-failed", where="hot-plug")
+        return reply["return"]

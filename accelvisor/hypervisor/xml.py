@@ -1,0 +1,444 @@
+"""Functions in a domain XML: add, remove, list, and what a domain needs before it can have one.
+
+libvirt has no element for a vfio-user device, so a function stands in two places of the XML:
+
+* in ``<metadata>``, as ``<accelvisor:function uuid= socket= bus=/>``: who it is. Tools that know
+  nothing of accelvisor keep it, the hook and accelvisord read it;
+* in ``<qemu:commandline>``, as two ``-device`` arguments: a PCIe root port of the function's own
+  and ``vfio-user-pci`` behind it.
+
+The root port is one that libvirt does not know. That is on purpose: behind a port of libvirt's own
+the function would stand where ``virsh attach-device`` believes the slot free. It is on ``pcie.0``
+without an address, which QEMU gives out after everything that libvirt placed, so the two can't
+collide. Everything here takes and returns text, changes nothing else in it, and needs no libvirt.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid as uuids
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+from xml.etree import ElementTree as ET
+
+from accelvisor.errors import ConflictError, NotFoundError, UsageError
+from accelvisor.hypervisor.xmltree import (
+    Document,
+    append,
+    child,
+    descend,
+    discard,
+    in_namespace,
+    is_empty,
+    parse,
+)
+from accelvisor.limits import LIMITS
+
+NAMESPACE = "https://accelvisor.io/xmlns/1"
+QEMU_NAMESPACE = "http://libvirt.org/schemas/domain/qemu/1.0"
+DRIVER = "vfio-user-pci"
+PORT_DRIVER = "pcie-root-port"
+
+#: A root port is told apart by (chassis, slot). libvirt numbers chassis from 1 by controller index,
+#: so this one is ours as long as a domain has fewer root ports than that.
+CHASSIS = 250
+#: sizeof(sockaddr_un.sun_path) less its NUL.
+SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionEntry:
+    """One ``<accelvisor:function>``; ``socket`` and ``bus`` are empty when it has none."""
+
+    uuid: str
+    socket: str = ""
+    bus: str = ""
+
+
+def function_uuid(text: str) -> str:
+    """The canonical form of a function's UUID; UsageError when it is none."""
+    try:
+        return str(uuids.UUID(text))
+    except ValueError:
+        raise UsageError(
+            f"{text!r} is not a UUID", where="function", hint="accelctl function list shows them"
+        ) from None
+
+
+def device_id(uuid: str) -> str:
+    """The id of the function's device in QEMU."""
+    return f"accel-{uuid}"
+
+
+def port_id(uuid: str) -> str:
+    """The id of the root port that a persistent attachment brings along."""
+    return f"accel-port-{uuid}"
+
+
+def spare_id(number: int) -> str:
+    """The id of an empty root port that waits for hot-plug."""
+    return f"accel-spare-{number}"
+
+
+def port_device(identifier: str, slot: int) -> dict[str, Any]:
+    """The ``-device`` object of one root port.
+
+    Firmware and guest size a port's windows when they enumerate it, which is before anything is
+    hot-plugged; ``pref64-reserve`` makes them leave room for the largest BAR2 there can be.
+    """
+    return {
+        "driver": PORT_DRIVER,
+        "id": identifier,
+        "bus": "pcie.0",
+        "chassis": CHASSIS,
+        "slot": slot,
+        "pref64-reserve": LIMITS.window_bytes,
+    }
+
+
+def function_device(uuid: str, socket: str, bus: str) -> dict[str, Any]:
+    """The ``-device`` object (and ``device_add`` arguments) of a function behind a root port."""
+    return {
+        "driver": DRIVER,
+        "id": device_id(uuid),
+        "bus": bus,
+        "addr": "0x0",
+        "socket": {"type": "unix", "path": _socket_path(socket)},
+    }
+
+
+def _socket_path(path: str) -> str:
+    if not path.startswith("/") or any(ord(c) < 32 for c in path):
+        raise UsageError(f"{path!r} is not an absolute path", where="function socket")
+    if len(path.encode()) > SOCKET_PATH_BYTES:
+        raise UsageError(
+            f"the socket's path is longer than {SOCKET_PATH_BYTES} bytes",
+            where="function socket",
+            hint="set ACCELVISOR_RUN_DIR to a shorter path",
+        )
+    return path
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def functions(xml: str | Document) -> list[FunctionEntry]:
+    """The functions that the XML carries, in its order; entries without a UUID are passed over."""
+    document = _document(xml)
+    return [
+        FunctionEntry(uuid, element.get("socket", ""), element.get("bus", ""))
+        for element in _entries(document)
+        if (uuid := _uuid_of(element)) is not None
+    ]
+
+
+def devices(document: Document) -> list[dict[str, Any]]:
+    """The ``-device`` arguments of ``<qemu:commandline>``, parsed; JSON and ``a=b,c=d`` forms."""
+    return [_device(value.get("value", "")) for _, _, value in _device_arguments(document)]
+
+
+def _device(text: str) -> dict[str, Any]:
+    if text.lstrip().startswith("{"):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return {}
+        return value if isinstance(value, dict) else {}
+    driver, *pairs = text.split(",")
+    return {"driver": driver, **dict(pair.partition("=")[::2] for pair in pairs)}
+
+
+def hotplug_ports(xml: str | Document) -> list[str]:
+    """Ids of every root port that can take a hot-plugged function, the best first: spare ports,
+    ports of functions (empty after a live detach), then libvirt's own from the last one on.
+    """
+    document = _document(xml)
+    own = [
+        str(device.get("id", ""))
+        for device in devices(document)
+        if device.get("driver") == PORT_DRIVER and str(device.get("id", "")).startswith("accel-")
+    ]
+    own.sort(key=lambda identifier: not identifier.startswith("accel-spare-"))
+    libvirts = [
+        f"pci.{controller.get('index')}"
+        for controller in descend(document.root, "devices/controller")
+        if controller.get("type") == "pci" and controller.get("model") == PORT_DRIVER
+    ]
+    return own + libvirts[::-1]
+
+
+def memory_problem(xml: str | Document) -> str | None:
+    """Why QEMU could not share this guest's memory with a function; None when it can."""
+    root = _document(xml).root
+    backing = child(root, "memoryBacking")
+    cells = list(descend(root, "cpu/numa/cell"))
+    access = child(backing, "access") if backing is not None else None
+    shared = access is not None and access.get("mode") == "shared"
+    private = [cell for cell in cells if cell.get("memAccess", "") == "private"]
+    if private or not (shared or (cells and all(c.get("memAccess") == "shared" for c in cells))):
+        return "its memory is private (memoryBacking has no <access mode='shared'/>)"
+    source = child(backing, "source") if backing is not None else None
+    kind = source.get("type") if source is not None else None
+    huge = backing is not None and child(backing, "hugepages") is not None
+    if kind not in ("memfd", "file") and not huge:
+        return "its memory has no file descriptor (memoryBacking has no <source type='memfd'/>)"
+    return None
+
+
+def _document(xml: str | Document) -> Document:
+    return xml if isinstance(xml, Document) else parse(xml)
+
+
+def _uuid_of(element: ET.Element) -> str | None:
+    try:
+        return function_uuid(element.get("uuid", ""))
+    except UsageError:
+        return None
+
+
+def _entries(document: Document) -> Iterator[ET.Element]:
+    metadata = child(document.root, "metadata")
+    if metadata is None:
+        return
+    above = (document.root, metadata)
+    for group in in_namespace(above, NAMESPACE, "functions"):
+        yield from in_namespace((*above, group), NAMESPACE, "function")
+
+
+def _commandline(document: Document) -> ET.Element | None:
+    return next(in_namespace((document.root,), QEMU_NAMESPACE, "commandline"), None)
+
+
+def _device_arguments(
+    document: Document,
+) -> list[tuple[ET.Element, ET.Element, ET.Element]]:
+    """(commandline, the ``-device`` argument, its value) in order."""
+    found = []
+    for commandline in in_namespace((document.root,), QEMU_NAMESPACE, "commandline"):
+        arguments = list(in_namespace((document.root, commandline), QEMU_NAMESPACE, "arg"))
+        for flag, value in pairwise(arguments):
+            if flag.get("value") == "-device":
+                found.append((commandline, flag, value))
+    return found
+
+
+# --- writing -------------------------------------------------------------------------------------
+
+
+def add(xml: str, uuid: str, socket: str) -> str:
+    """The XML with the function in it. Adding the same twice changes nothing.
+
+    ConflictError ``function-attached`` when it is there with another socket, ``domain-memory``
+    when the guest's memory is not shared (:func:`prepare` mends that), ``domain-machine`` when the
+    machine has no PCI Express.
+    """
+    document = parse(xml)
+    uuid, socket = function_uuid(uuid), _socket_path(socket)
+    listed = {entry.uuid: entry for entry in functions(document)}.get(uuid)
+    if listed is not None and listed.socket not in ("", socket):
+        raise ConflictError(
+            f"function {uuid} is attached with another socket, {listed.socket}",
+            code="function-attached",
+            where="domain-xml",
+            hint="detach it first",
+        )
+    present = {device.get("id") for device in devices(document)}
+    if listed is not None and device_id(uuid) in present:
+        return xml
+    require_shared_memory(document)
+    require_pcie(document)
+    bus = port_id(uuid)
+    if listed is None:
+        _add_entry(document, FunctionEntry(uuid, socket, bus))
+    if device_id(uuid) not in present:
+        if bus not in present:
+            _add_device(document, port_device(bus, _free_slot(document, uuid)))
+        _add_device(document, function_device(uuid, socket, bus))
+    return str(document)
+
+
+def remove(xml: str, uuid: str) -> str:
+    """The XML without the function: the exact inverse of :func:`add`. NotFoundError
+    (``function-not-attached``) when it is not there.
+    """
+    document = parse(xml)
+    uuid = function_uuid(uuid)
+    ours = {device_id(uuid), port_id(uuid)}
+    removed = False
+    for commandline, flag, value in _device_arguments(document):
+        if _device(value.get("value", "")).get("id") in ours:
+            discard(commandline, flag)
+            discard(commandline, value)
+            removed = True
+    metadata = child(document.root, "metadata")
+    if metadata is not None:
+        removed |= _remove_entry(document, metadata, uuid)
+    if not removed:
+        raise NotFoundError(
+            f"function {uuid} is not attached to this domain",
+            code="function-not-attached",
+            where="domain-xml",
+        )
+    _tidy(document)
+    return str(document)
+
+
+def prepare(xml: str, *, spare_ports: int = 4) -> str:
+    """The XML made ready for functions: shared memfd memory, and so many spare root ports for
+    hot-plug. Nothing else changes; what is ready already stays as it is.
+    """
+    document = parse(xml)
+    require_pcie(document)
+    if memory_problem(document) is not None:
+        _share_memory(document)
+    present = {device.get("id") for device in devices(document)}
+    for number in range(spare_ports):
+        if spare_id(number) not in present:
+            identifier = spare_id(number)
+            _add_device(document, port_device(identifier, _free_slot(document, number)))
+    return str(document)
+
+
+def require_shared_memory(xml: str | Document) -> None:
+    """ConflictError ``domain-memory`` when the guest's memory can't be shared with a function."""
+    problem = memory_problem(xml)
+    if problem is not None:
+        raise ConflictError(
+            f"a function cannot reach this guest's memory: {problem}",
+            code="domain-memory",
+            where="domain-xml",
+            hint="prepare the domain (accelctl vm prepare), then power it off and on",
+        )
+
+
+def require_pcie(xml: str | Document) -> None:
+    """ConflictError ``domain-machine`` unless the machine has a PCI Express root bus."""
+    root = _document(xml).root
+    machine = next((t.get("machine", "") for t in descend(root, "os/type")), "")
+    has_root = any(
+        controller.get("model") == "pcie-root" for controller in descend(root, "devices/controller")
+    )
+    if not (has_root or "q35" in machine or machine.startswith("virt")):
+        raise ConflictError(
+            f"a function needs PCI Express, the machine {machine or 'of this domain'} has none",
+            code="domain-machine",
+            where="domain-xml",
+            hint="use machine='q35'",
+        )
+
+
+def metadata_element(entries: list[FunctionEntry]) -> str:
+    """``<functions>`` without namespaces, as virDomainSetMetadata wants it (it adds them)."""
+    group = ET.Element("functions")
+    for entry in entries:
+        group.append(_entry("function", entry))
+    return str(Document(group)).strip()
+
+
+def parse_metadata_element(text: str) -> list[FunctionEntry]:
+    """The entries in what virDomainGetMetadata returns."""
+    group = parse(text, where="domain metadata").root
+    return [
+        FunctionEntry(uuid, e.get("socket", ""), e.get("bus", ""))
+        for e in group
+        if isinstance(e.tag, str)
+        and e.tag.rpartition(":")[2] == "function"
+        and (uuid := _uuid_of(e)) is not None
+    ]
+
+
+def attachment_xml(uuid: str, socket: str) -> str:
+    """What to paste into a domain XML that another tool manages: memory, metadata, devices."""
+    uuid = function_uuid(uuid)
+    root = ET.Element("domain", {"xmlns:qemu": QEMU_NAMESPACE})
+    document = Document(root)
+    _share_memory(document)
+    _add_entry(document, FunctionEntry(uuid, socket, port_id(uuid)))
+    _add_device(document, port_device(port_id(uuid), _free_slot(document, uuid)))
+    _add_device(document, function_device(uuid, socket, port_id(uuid)))
+    root.insert(0, ET.Comment(" merge into the domain's own elements, and keep xmlns:qemu "))
+    root[0].tail = "\n  "
+    return str(document)
+
+
+def _share_memory(document: Document) -> None:
+    backing = _ensure(document.root, "memoryBacking", depth=1)
+    source = child(backing, "source")
+    if source is None or source.get("type") not in ("memfd", "file"):
+        _ensure(backing, "source", depth=2).set("type", "memfd")
+    _ensure(backing, "access", depth=2).set("mode", "shared")
+    for cell in descend(document.root, "cpu/numa/cell"):
+        if cell.get("memAccess") == "private":
+            cell.set("memAccess", "shared")
+
+
+def _ensure(parent: ET.Element, name: str, *, depth: int) -> ET.Element:
+    element = child(parent, name)
+    if element is None:
+        element = ET.Element(name)
+        append(parent, element, depth=depth)
+    return element
+
+
+def _entry(tag: str, entry: FunctionEntry) -> ET.Element:
+    attributes = {"uuid": entry.uuid, "socket": entry.socket, "bus": entry.bus}
+    return ET.Element(tag, {name: value for name, value in attributes.items() if value})
+
+
+def _add_entry(document: Document, entry: FunctionEntry) -> None:
+    metadata = _ensure(document.root, "metadata", depth=1)
+    above = (document.root, metadata)
+    group = next(in_namespace(above, NAMESPACE, "functions"), None)
+    if group is None:
+        group = ET.Element("accelvisor:functions", {"xmlns:accelvisor": NAMESPACE})
+        append(metadata, group, depth=2)
+    prefix, colon, _ = group.tag.rpartition(":")
+    append(group, _entry(f"{prefix}{colon}function", entry), depth=3)
+
+
+def _remove_entry(document: Document, metadata: ET.Element, uuid: str) -> bool:
+    removed = False
+    above = (document.root, metadata)
+    for group in list(in_namespace(above, NAMESPACE, "functions")):
+        for element in list(in_namespace((*above, group), NAMESPACE, "function")):
+            if _uuid_of(element) == uuid:
+                discard(group, element)
+                removed = True
+        if removed and is_empty(group):
+            discard(metadata, group)
+    if removed and is_empty(metadata):
+        discard(document.root, metadata)
+    return removed
+
+
+def _add_device(document: Document, device: dict[str, Any]) -> None:
+    commandline = _commandline(document)
+    if commandline is None:
+        prefix = document.bind(QEMU_NAMESPACE, "qemu")
+        commandline = ET.Element(f"{prefix}:commandline")
+        append(document.root, commandline, depth=1)
+    prefix, colon, _ = commandline.tag.rpartition(":")
+    for value in ("-device", json.dumps(device, separators=(",", ":"))):
+        append(commandline, ET.Element(f"{prefix}{colon}arg", {"value": value}), depth=2)
+
+
+def _tidy(document: Document) -> None:
+    commandline = _commandline(document)
+    if commandline is not None and is_empty(commandline):
+        discard(document.root, commandline)
+
+
+def _free_slot(document: Document, wanted: str | int) -> int:
+    """A slot number for a new port; from the UUID, so that pasted pieces of two differ."""
+    taken = {
+        int(slot)
+        for device in devices(document)
+        if device.get("driver") == PORT_DRIVER and str(slot := device.get("slot", "")).isdecimal()
+    }
+    # 13 bits in the Slot Capabilities register; the first 64 are for spare ports.
+    number = wanted if isinstance(wanted, int) else 64 + uuids.UUID(wanted).int % 8000
+    while number in taken:
+        number = (number + 1) % 8192
+    return number
