@@ -198,6 +198,9 @@ def answer_version(
         if name in theirs.named and name != "twin_socket"
     }
     reply = msgspec.convert(ours, Capabilities)
+    if reply.max_dma_maps is not None and theirs.max_dma_maps is not None:
+        # QEMU 11.1 proposes 65535 and ends the connection over an answer above that.
+        reply.max_dma_maps = min(reply.max_dma_maps, theirs.max_dma_maps)
     if theirs.write_multiple is False:
         reply.write_multiple = False
     twin = twin and theirs.twin_socket is not None and theirs.twin_socket.supported
