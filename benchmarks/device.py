@@ -1,0 +1,251 @@
+"""Group ``device``: commands, registers, copies, compute and creation of one function.
+
+All through the same daemon, function processes and guest library that a VM uses, with the in-tree
+vfio-user client in the VM's place (no hypervisor in the way, so the figures are the device's own).
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from accelvisor.abi import commands
+from accelvisor.abi.commands import Memory, Space
+from accelvisor.abi.registers import Reg
+from accelvisor.embedded import EmbeddedHost
+from accelvisor.guest.function import Function
+from accelvisor.kernels import blas
+from accelvisor.limits import MIB
+from benchmarks import libvfio_user
+from benchmarks.record import Goal, Record, Sample, compare
+
+GROUP = "device"
+CONFIG = """
+[cards.bench]
+chips = 1
+cores_per_chip = 8
+memory = "4GiB"
+
+[profiles.bench]
+cores = {cores}
+memory = "512MiB"
+window = "64MiB"
+queues = 4
+"""
+
+
+def run(quick: bool) -> Iterator[Record]:
+    repeats = 3 if quick else 9
+    cores = min(2, os.cpu_count() or 1)
+    with EmbeddedHost(CONFIG.format(cores=cores)) as host:
+        yield creation(host, repeats)
+        function = host.create("bench", "bench")
+        with host.open(function, ram_bytes=256 * MIB) as fn:
+            yield round_trip(fn, repeats, 300 if quick else 3000)
+            yield rate(fn, repeats, 3200 if quick else 64_000)
+            yield from copies(fn, repeats, (1 * MIB, 16 * MIB))
+            yield matmul(fn, repeats, cores)
+            yield registers_under_load(fn, repeats, 500 if quick else 3000)
+            yield from libvfio_user.run(GROUP, fn, repeats)
+
+
+def _timed(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+def repeat(turns: int, action: Callable[[], object]) -> None:
+    """Call ``action`` ``turns`` times."""
+    for _ in range(turns):
+        action()
+
+
+def _samples(repeats: int, action: Callable[[], float]) -> Sample:
+    action()  # once to warm up
+    return Sample(tuple(action() for _ in range(repeats)))
+
+
+def _register_read(fn: Function, count: int) -> float:
+    """Median seconds of one trapped register read."""
+    read = fn.transport.read32
+    times = []
+    clock = time.perf_counter
+    for _ in range(count):
+        began = clock()
+        read(Reg.MAGIC)
+        times.append(clock() - began)
+    return statistics.median(times)
+
+
+def creation(host: EmbeddedHost, repeats: int) -> Record:
+    """``accelctl function create``, the command and all, to ready."""
+    accelctl = [sys.executable, "-m", "accelvisor.cli.main"]
+    environment = {**os.environ, **host.environment}
+
+    def once() -> float:
+        began = time.perf_counter()
+        subprocess.run(
+            [*accelctl, "function", "create", "--profile", "small", "--name", "timed"],
+            check=True, env=environment, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        took = time.perf_counter() - began
+        host.delete("timed")
+        return took * 1000
+
+    sample = _samples(repeats, once)
+    return compare(
+        GROUP, "accelctl function create to ready", sample, "ms", threads=1, goal=Goal(at_most=300)
+    )
+
+
+def round_trip(fn: Function, repeats: int, count: int) -> Record:
+    """One command in flight, polled, without a doorbell, against one trapped register read."""
+
+    def command() -> float:
+        times = []
+        clock = time.perf_counter
+        entry = commands.nop(0)
+        call = fn.queue.call
+        for _ in range(count):
+            began = clock()
+            call(entry)
+            times.append(clock() - began)
+        return statistics.median(times) * 1e6
+
+    command()
+    pairs = [(command(), _register_read(fn, count) * 1e6) for _ in range(repeats)]
+    mine = Sample(tuple(1 / a for a, _ in pairs))
+    trap = Sample(tuple(1 / b for _, b in pairs))
+    return compare(
+        GROUP, "command round trips, one in flight", mine.map(lambda v: v * 1e6), "/s", threads=1,
+        against=("trapped register reads", trap.map(lambda v: v * 1e6)), goal=Goal(at_least=3),
+        note=f"{statistics.median(a for a, _ in pairs):.1f} µs a command, "
+        f"{statistics.median(b for _, b in pairs):.1f} µs a register read",
+    )  # fmt: skip
+
+
+def rate(fn: Function, repeats: int, count: int) -> Record:
+    """No-op commands a second with 32 in flight."""
+    entry = commands.nop(0)
+    queue = fn.queue
+
+    def once() -> float:
+        submit, wait = queue.submit, queue.wait
+        began = time.perf_counter()
+        pending = [submit(entry) for _ in range(32)]
+        for _ in range(count // 32 - 1):
+            # by halves, so that the device always has some to do
+            for half in (slice(0, 16), slice(16, 32)):
+                for cookie in pending[half]:
+                    wait(cookie)
+                pending[half] = [submit(entry) for _ in range(16)]
+        for cookie in pending:
+            wait(cookie)
+        return count / (time.perf_counter() - began)
+
+    return compare(
+        GROUP, "no-op commands at depth 32", _samples(repeats, once), "/s", threads=1,
+        goal=Goal(at_least=100_000),
+    )  # fmt: skip
+
+
+def copies(fn: Function, repeats: int, sizes: tuple[int, ...]) -> Iterator[Record]:
+    """DMA between guest RAM and device memory against memcpy of as many bytes."""
+    for nbytes in sizes:
+        buffer = fn.transport.allocate_dma(nbytes)
+        tensor = fn.empty((nbytes,), "uint8")
+        where = Memory(Space.GUEST, 0, buffer.address, nbytes, 0)
+        source = np.frombuffer(buffer.view, np.uint8)
+        target = np.ones(nbytes, np.uint8)
+        turns = max(1, 64 * MIB // nbytes)
+
+        def memcpy(
+            target: np.ndarray[Any, Any] = target,
+            source: np.ndarray[Any, Any] = source,
+            turns: int = turns,
+            nbytes: int = nbytes,
+        ) -> float:
+            return nbytes * turns / _timed(
+                lambda: repeat(turns, lambda: np.copyto(target, source))
+            ) / 1e9  # fmt: skip
+
+        for name, build in (("in", commands.copy_in), ("out", commands.copy_out)):
+            entry = build(0, tensor.handle, 0, where)
+
+            def dma(entry: bytes = entry, turns: int = turns, nbytes: int = nbytes) -> float:
+                return nbytes * turns / _timed(
+                    lambda: repeat(turns, lambda: fn.call(entry))
+                ) / 1e9  # fmt: skip
+
+            dma(), memcpy()
+            pairs = [(dma(), memcpy()) for _ in range(repeats)]
+            yield compare(
+                GROUP, f"DMA copy {name}, {nbytes // MIB} MiB", Sample(tuple(a for a, _ in pairs)),
+                "GB/s", threads=1, against=("memcpy", Sample(tuple(b for _, b in pairs))),
+                goal=Goal(at_least=0.7),
+            )  # fmt: skip
+        tensor.close()
+        del source
+        buffer.release()
+
+
+def matmul(fn: Function, repeats: int, cores: int) -> Record:
+    """float32 1024^3 as a command against numpy with as many threads."""
+    n = 1024
+    rng = np.random.default_rng(1)
+    a, b = (rng.standard_normal((n, n), dtype=np.float32) for _ in range(2))
+    with fn.program("matmul") as p:
+        x, y = p.input((n, n), "float32"), p.input((n, n), "float32")
+        p.output(p.matmul(x, y))
+    left, right, out = fn.tensor(a), fn.tensor(b), fn.empty((n, n), "float32")
+    bound = p.bind(left, right, out=out)
+    work = 2 * n**3 / 1e9
+
+    def device() -> float:
+        return work / _timed(bound)
+
+    def numpy() -> float:
+        with threadpool_limits(cores):
+            return work / _timed(lambda: a @ b)
+
+    device(), numpy()
+    pairs = [(device(), numpy()) for _ in range(repeats)]
+    return compare(
+        GROUP, "matmul 1024^3, float32", Sample(tuple(x for x, _ in pairs)), "GFLOP/s",
+        threads=cores, against=("numpy", Sample(tuple(y for _, y in pairs))),
+        goal=Goal(at_least=0.9), note=str(blas.fingerprint()),
+    )  # fmt: skip
+
+
+def registers_under_load(fn: Function, repeats: int, count: int) -> Record:
+    """99th percentile of a register read while a long program runs."""
+    n = 512
+    ones = np.ones((n, n), "float32")
+
+    def once() -> float:
+        with fn.program("load") as p:
+            p.output(p.matmul(p.input((n, n)), p.input((n, n))))
+        bound = p.bind(fn.tensor(ones), fn.tensor(ones), out=fn.empty((n, n)))
+        bound.launch(repeat=100_000)
+        times = []
+        for _ in range(count):
+            began = time.perf_counter()
+            fn.transport.read32(Reg.STATUS)
+            times.append(time.perf_counter() - began)
+        fn.queue.stop()  # aborts the program
+        fn.restart()
+        return float(np.percentile(times, 99)) * 1000
+
+    return compare(
+        GROUP, "register read p99 while a program runs", _samples(repeats, once), "ms", threads=2,
+        goal=Goal(at_most=2),
+    )  # fmt: skip
