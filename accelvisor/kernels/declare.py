@@ -95,8 +95,8 @@ class Scale(NamedTuple):
 class Bound:
     """How far the fast twin may be from the reference. ``ulps`` 0: the same bits.
 
-    Else |fast - reference| <= ulps * roundings * eps * max(|reference|, magnitude) + the smallest
-    normal number, where the reference is finite; NaN and infinity agree.
+    Else |fast - reference| <= ulps * roundings * eps * max(|reference|, magnitude) + four times
+    the smallest normal number, where the reference is finite; NaN and infinity agree.
     """
 
     ulps: int = 0
@@ -114,8 +114,10 @@ SAME_BITS = Bound()
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One operand: name, access, shape pattern (accelvisor.abi.shapes), dtypes; ``like`` names an
-    earlier operand whose dtype it must share.
+    """One operand: name, access, shape pattern (accelvisor.abi.shapes), dtypes.
+
+    ``like`` names an earlier operand whose dtype it must share. ``below`` is for indices that lie
+    in data: what they must be less than; the kernel checks each and raises NumericError.
     """
 
     name: str
@@ -123,6 +125,7 @@ class Operand:
     shape: str
     dtypes: tuple[DType, ...] = F32
     like: str = ""
+    below: str = ""
 
     def describe(self) -> dict[str, Any]:
         """The JSON form in Query.INSTRUCTIONS."""
@@ -132,12 +135,15 @@ class Operand:
             "dtypes": [d.label for d in self.dtypes],
             "shape": self.shape,
             "like": self.like,
+            "below": self.below,
         }
 
 
-def read(name: str, shape: str, dtypes: tuple[DType, ...] = F32, like: str = "") -> Operand:
+def read(
+    name: str, shape: str, dtypes: tuple[DType, ...] = F32, like: str = "", below: str = ""
+) -> Operand:
     """Declare an operand that is only read."""
-    return Operand(name, Access.READ, shape, dtypes, like)
+    return Operand(name, Access.READ, shape, dtypes, like, below)
 
 
 def write(name: str, shape: str, dtypes: tuple[DType, ...] = F32, like: str = "") -> Operand:
@@ -268,12 +274,14 @@ FLAT_STEP = 1 << 18  # elements: 1 MiB of float32, half a millisecond of exp
 
 
 def spans(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """Elements [start, stop) of each array, flattened; the arrays themselves when that is all."""
-    if start == 0 and stop == arrays[-1].size:
+    """Elements [start, stop) of each array, flattened; the arrays themselves when that is all (but
+    never of rank 0: numpy turns results of that rank into scalars).
+    """
+    if start == 0 and stop == arrays[-1].size and arrays[-1].ndim:
         return arrays
     return [a.reshape(-1)[start:stop] for a in arrays]
 
 
-def rows(unit_elements: int, budget: int = FLAT_STEP) -> int:
-    """How many rows of ``unit_elements`` elements fit a tile of ``budget`` elements; at least 1."""
-    return max(1, budget // max(1, unit_elements))
+def rows(unit_elements: int) -> int:
+    """How many rows of ``unit_elements`` elements make a tile; at least 1."""
+    return max(1, FLAT_STEP // max(1, unit_elements))

@@ -176,9 +176,9 @@ def _plain(function: Any) -> Callable[[Array, Any, Array], None]:
 
 def _divide(a: float, b: float) -> float:
     """IEEE 754 division of Python floats, which raise by zero on their own."""
-    if b != 0 or a != a or b != b:
+    if b != 0:
         return a / b
-    if a == 0:
+    if a == 0 or a != a:
         return float("nan")
     return float(np.copysign(np.inf, a)) * float(np.copysign(1.0, b))
 
@@ -189,7 +189,8 @@ def _choose(keep: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
     def pick(a: Any, b: Any) -> Any:
         if a != a or b != b:
             return float("nan")
-        return (a if keep(a, b) else b) or abs(a) * 0
+        chosen = a if keep(a, b) else b
+        return chosen if chosen else abs(chosen)
 
     return pick
 

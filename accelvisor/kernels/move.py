@@ -17,7 +17,6 @@ from accelvisor.errors import NumericError
 from accelvisor.kernels.declare import (
     ALL,
     F32,
-    FLAT_STEP,
     INDEX,
     Array,
     Arrays,
@@ -195,7 +194,7 @@ def _reference_one_hot(arrays: Arrays, values: Values) -> None:
 
 
 def _big_flat(shapes: Shapes, values: Values) -> Tiling:
-    return Tiling(prod(shapes[-1]), 4 * FLAT_STEP)
+    return Tiling(prod(shapes[-1]), 4 * flat(shapes, values).step)
 
 
 INSTRUCTIONS: tuple[Instruction, ...] = (
@@ -268,7 +267,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         "out[i] = x[indices[i]]; an index out of range is a fault",
         (
             read("x", "n *s", ALL),
-            read("indices", "m", INDEX),
+            read("indices", "m", INDEX, below="n"),
             write("out", "m *s", ALL, like="x"),
         ),
         _reference_gather,
@@ -281,7 +280,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         "one_hot",
         0x0008,
         "out[i, indices[i]] = 1, 0 elsewhere; an index out of range is a fault",
-        (read("indices", "m", INDEX), write("out", "m classes", F32)),
+        (read("indices", "m", INDEX, below="classes"), write("out", "m classes", F32)),
         _reference_one_hot,
         _one_hot,
         _by_output_rows,
