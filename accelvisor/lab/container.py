@@ -129,6 +129,9 @@ def _command(place: Place, *, mortal: bool) -> list[str]:
         f"--directory={place.root}",
         f"--network-namespace-path={network.namespace_path(place.lab, place.index)}",
         f"--bind-ro={images_directory(place.lab)}:{GUEST_IMAGES}",
+        # Not given by default with a network namespace from outside; libvirt and PrivateNetwork=
+        # need them.
+        "--capability=CAP_NET_ADMIN,CAP_NET_RAW",
         "--link-journal=no",
         "--resolv-conf=off",
         "--timezone=off",
