@@ -51,7 +51,7 @@ class Bound:
         if tensors:
             landing = function.copies.landing(BINDING.size * len(tensors))
             for i, tensor in enumerate(tensors):
-                BINDING.pack_into(landing.view, i * BINDING.size, tensor.handle, 0)
+                BINDING.pack_into(landing.view, i * BINDING.size, tensor.handle, tensor.offset)
             self._landing = landing
             source = landing.memory
         self._source = source

@@ -29,6 +29,7 @@ from accelvisor.abi.registers import (
     QUEUE_STRIDE,
     SQ_HEAD,
     SQ_TAIL,
+    Interrupt,
     QueueControl,
     QueueReg,
     QueueStatus,
@@ -300,8 +301,14 @@ class Queue:
         self._sleep(seconds)
 
     def wait_interrupt(self, timeout_s: float) -> None:
-        """Sleep until the function's interrupt."""
-        self._transport.wait_interrupt(timeout_s)
+        """Sleep until the function's interrupt, unless the ring moved meanwhile.
+
+        The function interrupts when a cause becomes set that was clear, so it is cleared *before*
+        the last look at the ring: what completes afterwards interrupts.
+        """
+        self._transport.write32(Reg.INTERRUPT_CAUSE, Interrupt.COMPLETION)
+        if self._words[self._cq_tail_at] == self._head:
+            self._transport.wait_interrupt(timeout_s)
 
     def look(self, *, locked: bool) -> Status:
         """Look at the registers while a command takes long; ring again if a doorbell was lost.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Sequence
 from math import prod
@@ -47,15 +48,27 @@ def as_shape(shape: ShapeLike) -> tuple[int, ...]:
 class Tensor:
     """An array in device memory: C order, contiguous.
 
-    Freed by :meth:`close`, at the end of a ``with`` block, or when it is garbage-collected. Made by
+    ``t[3]``, ``t[2:5]`` and ``t.reshape(...)`` are views of the same memory, without a copy. Freed
+    by :meth:`close`, at the end of a ``with`` block, or when it is garbage-collected. Made by
     ``Function.tensor``, ``empty``, ``zeros``, ``ones`` and ``full``.
     """
 
-    __slots__ = ("__weakref__", "_generation", "_handle", "dtype", "function", "shape")
+    __slots__ = (
+        "__weakref__",
+        "_generation",
+        "_handle",
+        "_owner",
+        "dtype",
+        "function",
+        "offset",
+        "shape",
+    )
 
     def __init__(self, function: Function, shape: ShapeLike, dtype: npt.DTypeLike) -> None:
         self._handle = 0
+        self._owner: Tensor | None = None
         self.function = function
+        self.offset = 0  # bytes from the start of the handle's memory
         self.shape = as_shape(shape)
         self.dtype = np.dtype(dtype)
         self._generation = function.generation
@@ -86,6 +99,8 @@ class Tensor:
             UsageError: it was closed.
             DeviceReset, ConflictError: its context is gone.
         """
+        if self._owner is not None:
+            return self._owner.handle
         if not self._handle:
             raise UsageError("the tensor is closed", code="tensor-closed", where="tensor")
         if self._generation != self.function.generation or self.function.closed:
@@ -100,13 +115,50 @@ class Tensor:
         return self.shape[0]
 
     def __repr__(self) -> str:
-        state = "" if self._handle else " closed"
+        owner = self._owner or self
+        state = "" if owner._handle else " closed"
         return f"<Tensor {self.dtype.name} {self.shape}{state}>"
+
+    # --- views -----------------------------------------------------------------------------------
+
+    def _view(self, offset: int, shape: tuple[int, ...]) -> Tensor:
+        view = Tensor.__new__(Tensor)
+        view._handle = 0
+        view._owner = self._owner or self
+        view._generation = self._generation
+        view.function = self.function
+        view.offset = self.offset + offset
+        view.shape = shape
+        view.dtype = self.dtype
+        return view
+
+    def __getitem__(self, key: int | slice) -> Tensor:
+        """A view of one element of the first axis, or of a range of them (step 1)."""
+        n = len(self)
+        stride = prod(self.shape[1:]) * self.dtype.itemsize
+        if isinstance(key, slice):
+            start, stop, step = key.indices(n)
+            if step != 1:
+                raise UsageError("a view has step 1", where="tensor", hint="use gather_rows")
+            return self._view(start * stride, (max(stop - start, 0), *self.shape[1:]))
+        index = operator.index(key)
+        if not -n <= index < n:
+            raise IndexError(f"index {index} of {n}")
+        return self._view(index % n * stride, self.shape[1:])
+
+    def reshape(self, *shape: int) -> Tensor:
+        """A view with another shape of as many elements; one dim may be -1."""
+        known = prod(d for d in shape if d != -1)
+        if shape.count(-1) == 1 and known and self.size % known == 0:
+            shape = tuple(self.size // known if d == -1 else d for d in shape)
+        if -1 in shape or prod(shape) != self.size:
+            raise UsageError(f"{self.shape} does not fit into {shape}", where="tensor")
+        return self._view(0, shape)
 
     # --- life ------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Free its memory on the device. Safe to call twice."""
+        """Free its memory on the device; a view leaves it to its owner. Safe to call twice."""
         handle, self._handle = self._handle, 0
         if handle and self.function.stale(self._generation) is None:
             self.function.call(commands.tensor_destroy(0, handle))
@@ -152,9 +204,11 @@ class Tensor:
             near = _pinned(self.function, out)
             if near is not None:
                 buffer, at = near
-                self.function.copies.direct(handle, 0, buffer, at, out.nbytes, inward=False)
+                self.function.copies.direct(
+                    handle, self.offset, buffer, at, out.nbytes, inward=False
+                )
             else:
-                self.function.copies.read(handle, 0, _bytes(out))
+                self.function.copies.read(handle, self.offset, _bytes(out))
         return out
 
     def copy_(self, source: Tensor | npt.ArrayLike) -> Tensor:
@@ -175,9 +229,11 @@ class Tensor:
             near = _pinned(self.function, array)
             if near is not None:
                 buffer, at = near
-                self.function.copies.direct(handle, 0, buffer, at, array.nbytes, inward=True)
+                self.function.copies.direct(
+                    handle, self.offset, buffer, at, array.nbytes, inward=True
+                )
             else:
-                self.function.copies.write(handle, 0, _bytes(array))
+                self.function.copies.write(handle, self.offset, _bytes(array))
         return self
 
     def item(self) -> Any:

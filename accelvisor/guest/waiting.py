@@ -20,7 +20,7 @@ class WaitPolicy:
     nap_s: float = 0.00005
     longest_nap_s: float = 0.005
     #: With an interrupt on its way, how long to trust in it: a lost one costs no more than this.
-    interrupt_s: float = 0.05
+    interrupt_s: float = 0.02
     #: How often a waiter looks at the registers for a reset, a move or a dead function.
     health_s: float = 0.1
     #: How much longer to wait past a deadline while the function says that it is frozen.

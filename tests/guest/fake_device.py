@@ -158,6 +158,7 @@ class FakeDevice:
         self._next_ram = RAM
         self.doorbells = 0
         self.interrupts_raised = 0
+        self.cause = 0
         self.waits = 0
         self.closed = 0
         self.log: list[str] = []
@@ -226,6 +227,8 @@ class FakeDevice:
             queue, register = divmod(offset - Reg.QUEUE, QUEUE_STRIDE)
             if register == QueueReg.CONTROL:
                 self._control(queue, value)
+        elif offset == Reg.INTERRUPT_CAUSE:
+            self.cause &= ~value
         elif offset == Reg.CONTROL:
             self.reset()
 
@@ -342,9 +345,11 @@ class FakeDevice:
         self.window[at : at + 32] = raw
         self._words[(page + CQ_TAIL) >> 2] = (tail + 1) & 0xFFFFFFFF
         if flags & commands.Flag.INTERRUPT:
-            self.interrupts_raised += 1
-            if not self.lose_interrupts:
-                self._pending_interrupts += 1
+            if not self.cause:
+                self.interrupts_raised += 1
+                if not self.lose_interrupts:
+                    self._pending_interrupts += 1
+            self.cause |= 1
 
     def _execute(self, queue: int, entry: bytes) -> Completion:
         opcode, _, cookie = commands.HEADER.unpack_from(entry)
@@ -406,15 +411,17 @@ class FakeDevice:
     def _launch(self, queue: int, raw: bytes) -> tuple[int, int]:
         handle, repeat, count, source = commands.LAUNCH.unpack_from(raw)
         bindings = self._get(commands.parse_memory(source)) if count else b""
-        bound = [h for h, _ in BINDING.iter_unpack(bindings[: 16 * count])]
+        bound = list(BINDING.iter_unpack(bindings[: 16 * count]))
         program = self.programs[handle]
         arrays = {}
         for index, slot in enumerate(program.slots):
             if slot.role is Role.TEMPORARY:
                 arrays[index] = np.zeros(slot.shape, slot.dtype.label)
             else:
-                dtype, shape, data = self.tensors[bound.pop(0)]
-                arrays[index] = np.frombuffer(data, dtype.label).reshape(shape)
+                _, _, data = self.tensors[bound[0][0]]
+                part = memoryview(data)[bound[0][1] : bound[0][1] + slot.nbytes]
+                arrays[index] = np.frombuffer(part, slot.dtype.label).reshape(slot.shape)
+                del bound[0]
         for _ in range(repeat):
             for operation in program.operations:
                 row = next(r for r in TABLE if r["opcode"] == operation.opcode)

@@ -145,6 +145,17 @@ def test_an_interrupt_ends_the_sleep(device: FakeDevice) -> None:
     assert device.waits >= 1
 
 
+def test_an_old_cause_does_not_keep_the_next_interrupt_away(device: FakeDevice) -> None:
+    queue = make(device)
+    flagged = commands.nop(0, commands.Flag.INTERRUPT)
+    queue.wait(queue.submit(flagged), interrupt=True)  # done before anybody slept: cause stays set
+    assert device.cause
+    device.late_ticks = 1
+    for _ in range(3):
+        queue.wait(queue.submit(flagged), interrupt=True)
+    assert device.interrupts_raised == 4
+
+
 def test_a_lost_interrupt_costs_one_slice_not_the_command(device: FakeDevice) -> None:
     device.lose_interrupts = True
     device.late_ticks = 1
