@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -86,12 +86,12 @@ class AdminClient:
     def call(
         self,
         member: str,
+        parameters: Mapping[str, object] | None = None,
         *,
         interface: str = admin.INTERFACE,
         reply_s: float | None = None,
-        **parameters: object,
     ) -> dict[str, Any]:
-        """One call, one reply: its parameters. Arguments that are None are left out.
+        """One call, one reply: its parameters. Given parameters that are None are left out.
 
         Raises:
             AccelvisorError: what the daemon answered, of the class that its name stands for.
@@ -105,7 +105,11 @@ class AdminClient:
         return reply.parameters
 
     def stream(
-        self, member: str, *, gap_s: float | None = None, **parameters: object
+        self,
+        member: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        gap_s: float | None = None,
     ) -> Iterator[dict[str, Any]]:
         """A call with ``more``: the parameters of each reply until the last.
 
@@ -207,8 +211,8 @@ def _standard(member: str, reply: Reply) -> AccelvisorError:
             )
 
 
-def _given(parameters: dict[str, object]) -> dict[str, Any]:
-    return {name: value for name, value in parameters.items() if value is not None}
+def _given(parameters: Mapping[str, object] | None) -> dict[str, Any]:
+    return {name: value for name, value in (parameters or {}).items() if value is not None}
 
 
 def _out_of_order(what: str, where: str) -> ProtocolError:

@@ -10,11 +10,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
+import os
+import pwd
 import socket
 import struct
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 
 from accelvisor.control import admin
@@ -32,9 +35,22 @@ _UCRED = struct.Struct("3i")
 def peer_of(sock: socket.socket) -> admin.Peer:
     """Credentials of the process that connected, taken at connect time by the kernel."""
     pid, uid, gid = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 65536 * 4)
-    groups = struct.unpack(f"{len(raw) // 4}I", raw)
-    return admin.Peer(uid, frozenset((gid, *groups)), pid)
+    return admin.Peer(uid, frozenset((gid, *_groups_of(sock, uid, gid))), pid)
+
+
+def _groups_of(sock: socket.socket, uid: int, gid: int) -> Sequence[int]:
+    try:
+        # Python allows 1024 bytes here, which is 256 groups.
+        raw = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, 1024)
+    except OSError as error:
+        if error.errno != errno.ERANGE:
+            raise
+        # More groups than that: ask the user database, by the uid that the kernel vouches for.
+        try:
+            return os.getgrouplist(pwd.getpwuid(uid).pw_name, gid)
+        except KeyError:
+            return ()
+    return struct.unpack(f"{len(raw) // 4}I", raw)
 
 
 class AdminServer:

@@ -68,7 +68,8 @@ class DaemonConfig(_Section, frozen=True):
 class AdminConfig(_Section, frozen=True):
     """``[admin]``: who may connect to the admin socket, and which groups may do what."""
 
-    socket_group: GroupName | Literal[""] = "accelvisor"
+    # Empty: the group accelvisor where there is one, else the daemon's own.
+    socket_group: GroupName | Literal[""] = ""
     read: tuple[GroupName, ...] = ("accelvisor",)
     operate: tuple[GroupName, ...] = ("accelvisor-operate",)
     admin: tuple[GroupName, ...] = ("accelvisor-admin",)

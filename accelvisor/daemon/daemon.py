@@ -1,7 +1,8 @@
 """accelvisord as one object: what it is made of, and in which order that comes up and goes down.
 
-Up: lock, listener, store, recovery of the functions, domains, clients, READY. Down: clients, verbs in
-flight, watches, domains, store. Function processes are left running: the next daemon adopts them.
+Up: lock, listener, store, recovery of the functions, domains, clients, READY. Down: clients, verbs
+in flight, watches, domains, store. Function processes are left running: the next daemon adopts
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from accelvisor.control.admin import Policy
 from accelvisor.control.dispatch import Dispatcher
 from accelvisor.control.server import AdminServer
 from accelvisor.daemon import domains, listen
-from accelvisor.daemon.config import Config
+from accelvisor.daemon.config import AdminConfig, Config
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions, World
@@ -39,6 +40,8 @@ from accelvisor.errors import SystemFailure
 from accelvisor.hypervisor.port import DomainEvent, DomainEventKind, DomainsPort
 
 LOG = logging.getLogger(__name__)
+#: Who may connect to the admin socket when nothing is configured.
+DEFAULT_GROUP = "accelvisor"
 #: Seconds that verbs in flight get before the daemon ends; the journal has the rest.
 SETTLE_S = 15.0
 #: Told to the service manager while recovering, so that many functions do not look like a hang.
@@ -156,8 +159,8 @@ class Daemon:
         if setup.listener is not None:
             return setup.listener
         group = setup.config.admin.socket_group
-        if os.geteuid() != 0 and not _has_group(group):
-            group = ""  # without root one cannot give the socket away; only the own user connects
+        if not group and _may_use(DEFAULT_GROUP):
+            group = DEFAULT_GROUP
         path = setup.paths.admin_socket
         sock = listen.bind(path, lock, group=group)
         self._undo.callback(listen.remove, path)
@@ -194,13 +197,17 @@ class Daemon:
 def policy(config: Config) -> Policy:
     """Group names to ids. A name that this host does not have grants nothing, and is reported."""
 
+    defaults = AdminConfig()
+    builtin = (*defaults.read, *defaults.operate, *defaults.admin)
+
     def ids(names: Sequence[str]) -> frozenset[int]:
         found = set()
         for name in names:
             try:
                 found.add(grp.getgrnam(name).gr_gid)
             except KeyError:
-                LOG.warning('[admin] names the group "%s", which this host does not have', name)
+                level = logging.DEBUG if name in builtin else logging.WARNING
+                LOG.log(level, '[admin] names the group "%s", which this host lacks', name)
         return frozenset(found)
 
     return Policy(
@@ -211,11 +218,13 @@ def policy(config: Config) -> Policy:
     )
 
 
-def _has_group(name: str) -> bool:
+def _may_use(group: str) -> bool:
+    """Whether it exists and a socket may be given to it: root may, others only to their own."""
     try:
-        return grp.getgrnam(name).gr_gid in (os.getegid(), *os.getgroups())
+        gid = grp.getgrnam(group).gr_gid
     except KeyError:
         return False
+    return os.geteuid() == 0 or gid in (os.getegid(), *os.getgroups())
 
 
 def _directory(path: Path, mode: int) -> None:

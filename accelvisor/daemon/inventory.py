@@ -131,7 +131,7 @@ def _on_card(left: Free, profile: Profile) -> Placement | list[str]:
     )
     if len(able) < profile.chips:
         reasons.append(
-            f"{name}: {len(able)} of {left.card.chips} chips have {each} free cores,"
+            f"{name}: {len(able)} of {left.card.chips} chips have {each} cores free,"
             f" {profile.chips} wanted"
         )
     if reasons:

@@ -1,0 +1,185 @@
+"""accelctl's commands and options, as argparse. A test compares them with accelctl(1)."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+
+
+def size(text: str) -> int:
+    """``512MiB``, ``2GiB`` or a number of bytes."""
+    match = re.fullmatch(r"\s*(\d+)\s*(|b|kib|mib|gib)\s*", text.lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 512MiB or 2GiB")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def seconds(text: str) -> float:
+    """A positive number of seconds."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 600:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of up to 600 seconds")
+    return value
+
+
+class _Group:
+    """A place for commands: the top level, or a noun such as ``function``."""
+
+    def __init__(self, parser: argparse.ArgumentParser, dest: str, common: _Common) -> None:
+        self._actions = parser.add_subparsers(dest=dest, metavar="COMMAND", required=True)
+        self._common = common
+
+    def command(self, name: str, about: str) -> argparse.ArgumentParser:
+        return self._actions.add_parser(
+            name,
+            help=about,
+            description=about[:1].upper() + about[1:] + ".",
+            parents=[self._common()],
+        )
+
+    def noun(self, name: str, about: str, dest: str) -> _Group:
+        made = self._actions.add_parser(
+            name, help=about, description=about[:1].upper() + about[1:] + "."
+        )
+        return _Group(made, dest, self._common)
+
+
+_Common = Callable[[], argparse.ArgumentParser]
+
+
+def _common() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(add_help=False)
+    made.add_argument(
+        "--json", action="store_true", help="print the object that the admin interface carries"
+    )
+    made.add_argument(
+        "--socket", metavar="PATH", help="admin socket (default: admin in ACCELVISOR_RUN_DIR)"
+    )
+    return made
+
+
+def build() -> argparse.ArgumentParser:
+    """The whole command line. ``command`` (and ``verb``) hold what was chosen."""
+    parser = argparse.ArgumentParser(
+        prog="accelctl",
+        description="Manage this host's accelerator functions and the VMs that have them.",
+        epilog="accelctl(1) has examples, and the exit codes.",
+    )
+    top = _Group(parser, "command", _common)
+    host = top.noun("host", "this host", "verb")
+    host.command("show", "show the host and its daemon")
+    card = top.noun("card", "accelerator cards", "verb")
+    card.command("list", "list the cards")
+    card.command("show", "show one card").add_argument("card", metavar="CARD")
+    top.command("profiles", "list the profiles, with how many more of each fit")
+    _functions(top.noun("function", "accelerator functions", "verb"))
+    _attachments(top)
+    _vms(top.noun("vm", "virtual machines (libvirt domains)", "verb"))
+    events = top.command("events", "print what happened on this host")
+    events.add_argument("--follow", "-f", action="store_true", help="go on with new events")
+    events.add_argument("--after", type=int, metavar="ID", help="only events after this one")
+    top.command("doctor", "look at this host and say what is missing")
+    top.command("version", "print the versions of accelctl and of the daemon")
+    return parser
+
+
+def _functions(group: _Group) -> None:
+    create = group.command("create", "create a function and wait until it is ready")
+    create.add_argument("profile", metavar="PROFILE")
+    create.add_argument("--name", help="a name of its own (default: its UUID)")
+    create.add_argument("--card", help="the card to take it from (default: the first with room)")
+    group.command("list", "list the functions")
+    for name, about in (
+        ("show", "show one function"),
+        ("delete", "end a function"),
+        ("reset", "reset a function; a failed one gets a new process"),
+        ("statistics", "show what a function counts"),
+        ("selftest", "compute on a function that no VM has, and compare with the reference"),
+    ):
+        verb = group.command(name, about)
+        verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+        if name == "delete":
+            verb.add_argument("--force", action="store_true", help="take it from its VM first")
+
+
+def _attachments(top: _Group) -> None:
+    for name, about in (
+        ("attach", "give a function to a VM"),
+        ("detach", "take a function away from its VM"),
+    ):
+        verb = top.command(name, about)
+        verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+        verb.add_argument("domain", metavar="VM", nargs="?", help="the VM's name or UUID")
+        verb.add_argument("--live", action="store_true", default=None, help="the running VM")
+        verb.add_argument(
+            "--persistent", action="store_true", default=None, help="the stored definition"
+        )
+        if name == "attach":
+            verb.add_argument(
+                "--print", action="store_true", help="change nothing, print the XML to paste"
+            )
+        else:
+            verb.add_argument(
+                "--timeout",
+                type=seconds,
+                default=15.0,
+                metavar="SECONDS",
+                help="how long the guest may take to let go (default: 15)",
+            )
+
+
+def _vms(group: _Group) -> None:
+    group.command("list", "list the VMs")
+    _define(group.command("define", "define a VM from a few options or from an XML file"))
+    for name, about in (
+        ("show", "show one VM"),
+        ("xml", "print a VM's XML"),
+        ("start", "start a VM"),
+        ("stop", "ask the guest to power off, and wait for it"),
+        ("suspend", "pause a VM"),
+        ("resume", "let a paused VM go on"),
+        ("reboot", "ask the guest to reboot"),
+        ("reset", "reset a VM, as its reset button would"),
+        ("destroy", "end a VM at once"),
+        ("undefine", "forget a VM's definition"),
+        ("console", "say how to reach a VM's console"),
+    ):
+        verb = group.command(name, about)
+        verb.add_argument("domain", metavar="VM", help="its name or UUID")
+        if name == "stop":
+            verb.add_argument(
+                "--timeout",
+                type=seconds,
+                default=60.0,
+                metavar="SECONDS",
+                help="how long to wait (default: 60)",
+            )
+        if name == "xml":
+            verb.add_argument("--live", action="store_true", help="of the running VM")
+
+
+def _define(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("name", metavar="NAME", nargs="?", help="the VM's name (without --xml)")
+    verb.add_argument("--xml", metavar="FILE", help="take this definition (- for standard input)")
+    verb.add_argument("--memory", type=size, default=1 << 30, help="default: 1GiB")
+    verb.add_argument("--vcpus", type=int, help="default: 1")
+    verb.add_argument("--disk", metavar="IMAGE", action="append", help="qcow2 or raw; repeatable")
+    verb.add_argument("--kernel", metavar="FILE", help="boot this kernel directly")
+    verb.add_argument("--initrd", metavar="FILE")
+    verb.add_argument("--cmdline", metavar="TEXT", help="of the kernel")
+    verb.add_argument("--network", metavar="NAME", help="a libvirt network")
+    verb.add_argument("--machine", help="default: q35")
+    verb.add_argument("--accelerator", choices=("auto", "kvm", "tcg"), help="default: auto")
+    verb.add_argument(
+        "--hotplug-ports", type=int, metavar="N", help="for functions to come (default: 4)"
+    )
+    verb.add_argument("--iommu", action="store_true", default=None, help="an emulated IOMMU")
+    verb.add_argument("--console-log", metavar="FILE", help="a copy of the serial console")
+    verb.add_argument("--uuid", help="default: libvirt chooses")
+    verb.add_argument("--dry-run", action="store_true", default=None, help="only print the XML")

@@ -1,0 +1,239 @@
+"""Tables and words for people. Plain text: it looks the same in a terminal, a pipe and a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_RIGHT = (
+    "CORES",
+    "CHIPS",
+    "FREE",
+    "MEMORY",
+    "MEMORY FREE",
+    "WINDOW",
+    "QUEUES",
+    "FITS",
+    "VCPUS",
+    "ID",
+)
+
+
+def size(count: int) -> str:
+    """Bytes in the largest unit that leaves a short number."""
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= factor:
+            text = f"{count / factor:.1f}".removesuffix(".0")
+            return f"{text} {unit}"
+    return f"{count} B"
+
+
+def moment(seconds: float) -> str:
+    """Seconds since 1970 as local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def table(rows: Sequence[Mapping[str, str]], empty: str) -> str:
+    """Columns under capital heads; numbers to the right; ``empty`` is said when there is no row."""
+    if not rows:
+        return empty
+    heads = list(rows[0])
+    widths = {head: max(len(head), *(len(row[head]) for row in rows)) for head in heads}
+
+    def line(cells: Mapping[str, str]) -> str:
+        return "  ".join(
+            cells[head].rjust(widths[head]) if head in _RIGHT else cells[head].ljust(widths[head])
+            for head in heads
+        ).rstrip()
+
+    return "\n".join([line({head: head for head in heads}), *map(line, rows)])
+
+
+def fields(pairs: Iterable[tuple[str, str]]) -> str:
+    """One object: names to the left, values aligned."""
+    shown = list(pairs)
+    width = max(len(name) for name, _ in shown) + 2
+    return "\n".join(f"{name + ':':<{width}}{value}".rstrip() for name, value in shown)
+
+
+def named(function: Mapping[str, Any]) -> str:
+    """A function's own name, or a dash when it has none but its UUID."""
+    return "-" if function["name"] == function["uuid"] else str(function["name"])
+
+
+def functions(items: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "NAME": named(item),
+            "UUID": item["uuid"],
+            "PROFILE": item["profile"],
+            "CARD": item["card"],
+            "CORES": str(item["cores"]),
+            "MEMORY": size(item["memory_bytes"]),
+            "STATE": item["state"],
+            "VM": item["domain"] or "-",
+        }
+        for item in items
+    ]
+    return table(rows, "no functions; accelctl function create PROFILE makes one")
+
+
+def function(item: Mapping[str, Any]) -> str:
+    places = "; ".join(
+        f"chip {chip}: {_numbers(cores)}" for chip, cores in item["placement"].items()
+    )
+    pairs = [
+        ("name", named(item)),
+        ("uuid", item["uuid"]),
+        ("state", item["state"]),
+        ("profile", item["profile"]),
+        ("card", item["card"]),
+        ("cores", f"{item['cores']} ({places})"),
+        ("memory", size(item["memory_bytes"])),
+        ("window", f"{size(item['window_bytes'])}, {item['queues']} queues"),
+        ("vm", item["domain"] or "-"),
+        ("socket", item["socket"]),
+        ("created", moment(item["created"])),
+    ]
+    if item["reason"]:
+        pairs.insert(3, ("reason", item["reason"]))
+    return fields(pairs)
+
+
+def cards(items: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "CARD": item["name"],
+            "CHIPS": str(item["chips"]),
+            "CORES": str(item["cores"]),
+            "FREE": str(item["cores_free"]),
+            "MEMORY": size(item["memory_bytes"]),
+            "MEMORY FREE": size(item["memory_free"]),
+            "FUNCTIONS": str(len(item["functions"])),
+        }
+        for item in items
+    ]
+    return table(rows, "no cards are configured")
+
+
+def card(item: Mapping[str, Any]) -> str:
+    free = ", ".join(f"chip {chip}: {count}" for chip, count in enumerate(item["free_by_chip"]))
+    return fields(
+        [
+            ("card", item["name"]),
+            ("chips", f"{item['chips']} with {item['cores_per_chip']} cores each"),
+            ("cores free", f"{item['cores_free']} of {item['cores']} ({free})"),
+            ("memory free", f"{size(item['memory_free'])} of {size(item['memory_bytes'])}"),
+            ("functions", ", ".join(item["functions"]) or "-"),
+        ]
+    )
+
+
+def profiles(items: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "PROFILE": item["name"],
+            "CORES": str(item["cores"]),
+            "CHIPS": str(item["chips"]),
+            "MEMORY": size(item["memory_bytes"]),
+            "WINDOW": size(item["window_bytes"]),
+            "QUEUES": str(item["queues"]),
+            "FITS": str(item["fits"]),
+            "THEN": item["limit"],
+        }
+        for item in items
+    ]
+    return table(rows, "no profiles are configured")
+
+
+def host(item: Mapping[str, Any]) -> str:
+    return fields(
+        [
+            ("host", item["name"]),
+            ("uuid", item["uuid"]),
+            ("accelvisord", f"{item['version']}, since {moment(item['started'])}"),
+            ("abi", item["abi_version"]),
+            ("kernel", item["kernel"]),
+            ("machine", f"{item['cpus']} CPUs, {size(item['memory_bytes'])}"),
+            ("hypervisor", item["hypervisor"] or "not reachable"),
+            ("supervisor", item["supervisor"]),
+            ("cards", str(item["cards"])),
+            ("functions", str(item["functions"])),
+        ]
+    )
+
+
+def domains(items: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "NAME": item["name"],
+            "STATE": item["state"],
+            "VCPUS": str(item["vcpus"]),
+            "MEMORY": size(item["memory_bytes"]),
+            "FUNCTIONS": str(len({*item["live_functions"], *item["persistent_functions"]})),
+            "UUID": item["uuid"],
+        }
+        for item in items
+    ]
+    return table(rows, "no VMs; accelctl vm define makes one")
+
+
+def domain(item: Mapping[str, Any]) -> str:
+    return fields(
+        [
+            ("name", item["name"]),
+            ("uuid", item["uuid"]),
+            ("state", item["state"]),
+            ("persistent", "yes" if item["persistent"] else "no"),
+            ("vcpus", str(item["vcpus"])),
+            ("memory", size(item["memory_bytes"])),
+            ("live functions", ", ".join(item["live_functions"]) or "-"),
+            ("stored functions", ", ".join(item["persistent_functions"]) or "-"),
+        ]
+    )
+
+
+def event(item: Mapping[str, Any]) -> str:
+    return f"{item['id']:>6}  {moment(item['time'])}  {item['kind']:<20}  {item['message']}"
+
+
+def checks(items: Sequence[Mapping[str, Any]]) -> str:
+    """One finding a line, its hint below."""
+    width = max(len(item["name"]) for item in items)
+    lines = []
+    for item in items:
+        lines.append(f"{item['severity']:<8} {item['name']:<{width}}  {item['found']}")
+        if item["hint"] and item["severity"] != "ok":
+            lines.append(f"{'':<8} {'':<{width}}  -> {item['hint']}")
+    return "\n".join(lines)
+
+
+def tree(value: object, indent: str = "") -> str:
+    """Any JSON object, one member a line."""
+    if not isinstance(value, dict):
+        return f"{indent}{value}"
+    lines = []
+    for name, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            lines += [f"{indent}{name}:", tree(inner, indent + "  ")]
+        else:
+            lines.append(f"{indent}{name}: {_value(inner)}")
+    return "\n".join(lines)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return str(value)
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """Ascending numbers, runs as ranges."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,244 @@
+"""A whole daemon in the test's own loop: fake function processes, domains in memory, own paths."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from accelvisor.control.client import AdminClient
+from accelvisor.daemon.config import Config, LibvirtConfig
+from accelvisor.daemon.daemon import Daemon, Setup
+from accelvisor.daemon.notify import Notifier
+from accelvisor.daemon.paths import Paths
+from accelvisor.daemon.processes import from_record
+from accelvisor.daemon.supervisor import SubprocessSupervisor
+from accelvisor.errors import ConflictError, NotFoundError
+from accelvisor.hypervisor.port import (
+    Attachment,
+    AttachRequest,
+    Domain,
+    DomainEvent,
+    DomainEventKind,
+    DomainOptions,
+    DomainState,
+)
+
+FAKE = Path(__file__).with_name("fake_function.py")
+
+
+class FakeDomains:
+    """The port, with domains as records; what a person does with virsh is done with :meth:`put`."""
+
+    def __init__(self) -> None:
+        self.domains: dict[str, Domain] = {}
+        self.calls: list[str] = []
+        self._callbacks: list[Callable[[DomainEvent], None]] = []
+        self._lock = threading.Lock()
+
+    def put(self, name: str, kind: DomainEventKind, **changes: Any) -> None:
+        """Change (or add) a domain behind the daemon's back, and tell the event."""
+        with self._lock:
+            known = self.domains.get(name) or Domain(
+                name, f"00000000-0000-0000-0000-{len(self.domains):012}", DomainState.SHUTOFF, True, 1, 1 << 28
+            )
+            self.domains[name] = replace(known, **changes)
+        self._tell(kind, self.domains[name])
+
+    def _tell(self, kind: DomainEventKind, domain: Domain) -> None:
+        for callback in self._callbacks:
+            callback(DomainEvent(kind, domain.name, domain.uuid))
+
+    def _change(self, name: str, kind: DomainEventKind, **changes: Any) -> Domain:
+        found = self.get(name)
+        self.put(found.name, kind, **changes)
+        return self.domains[found.name]
+
+    def version(self) -> str:
+        return "libvirt 12.9.0, QEMU 11.1.3"
+
+    def list(self) -> Sequence[Domain]:
+        with self._lock:
+            return sorted(self.domains.values(), key=lambda item: item.name)
+
+    def get(self, domain: str) -> Domain:
+        for item in self.domains.values():
+            if domain in (item.name, item.uuid):
+                return item
+        raise NotFoundError(f'there is no domain "{domain}"', code="domain-not-found")
+
+    def xml(self, domain: str, *, live: bool) -> str:
+        return f"<domain><name>{self.get(domain).name}</name></domain>"
+
+    def define(self, xml: str) -> Domain:
+        name = xml.split("<name>")[1].split("</name>")[0]
+        self.put(name, DomainEventKind.DEFINED)
+        return self.domains[name]
+
+    def domain_xml(self, options: DomainOptions) -> str:
+        return f"<domain><name>{options.name}</name></domain>"
+
+    def undefine(self, domain: str) -> None:
+        found = self.get(domain)
+        del self.domains[found.name]
+        self._tell(DomainEventKind.UNDEFINED, found)
+
+    def start(self, domain: str) -> Domain:
+        found = self.get(domain)
+        if found.state.active:
+            raise ConflictError("it runs", code="domain-state")
+        return self._change(
+            domain,
+            DomainEventKind.STARTED,
+            state=DomainState.RUNNING,
+            live_functions=found.persistent_functions,
+        )
+
+    def shutdown(self, domain: str, *, deadline_s: float) -> Domain:
+        return self.destroy(domain)
+
+    def destroy(self, domain: str) -> Domain:
+        return self._change(
+            domain, DomainEventKind.STOPPED, state=DomainState.SHUTOFF, live_functions=()
+        )
+
+    def suspend(self, domain: str) -> Domain:
+        return self._change(domain, DomainEventKind.SUSPENDED, state=DomainState.PAUSED)
+
+    def resume(self, domain: str) -> Domain:
+        return self._change(domain, DomainEventKind.RESUMED, state=DomainState.RUNNING)
+
+    def reboot(self, domain: str) -> Domain:
+        return self._change(domain, DomainEventKind.REBOOTED)
+
+    def reset(self, domain: str) -> Domain:
+        return self._change(domain, DomainEventKind.REBOOTED)
+
+    def attach(self, request: AttachRequest) -> Attachment:
+        self.calls.append(f"attach {request}")
+        found = self.get(request.domain)
+        live = (*found.live_functions, request.function) if request.live else found.live_functions
+        stored = found.persistent_functions
+        if request.persistent:
+            stored = (*stored, request.function)
+        self._change(
+            request.domain, DomainEventKind.DEFINED, live_functions=live, persistent_functions=stored
+        )
+        return Attachment(
+            found.name, found.uuid, request.function, request.live, request.persistent
+        )
+
+    def detach(self, request: AttachRequest, *, deadline_s: float) -> Attachment:
+        found = self.get(request.domain)
+
+        def without(items: Sequence[str], gone: bool) -> Sequence[str]:
+            return tuple(item for item in items if not (gone and item == request.function))
+
+        self._change(
+            request.domain,
+            DomainEventKind.DEFINED,
+            live_functions=without(found.live_functions, request.live),
+            persistent_functions=without(found.persistent_functions, request.persistent),
+        )
+        return Attachment(
+            found.name, found.uuid, request.function, request.live, request.persistent
+        )
+
+    def attachment_xml(self, function: str, socket: str) -> str:
+        return f"<!-- {function} --><qemu:arg value='{socket}'/>"
+
+    def subscribe(self, callback: Callable[[DomainEvent], None]) -> FakeDomains:
+        self._callbacks.append(callback)
+        return self
+
+    def close(self) -> None:
+        self._callbacks.clear()
+
+
+class Harness:
+    """Paths, a supervisor and domains that outlive the daemons started with them."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = Paths(root / "run", root / "state", root / "accelvisor.toml")
+        self.domains = FakeDomains()
+        self.supervisor = SubprocessSupervisor(self.paths, (sys.executable, "-S", "-E", str(FAKE)))
+        self.config = Config(libvirt=LibvirtConfig(uri="fake"))
+
+    def setup(self, **changes: Any) -> Setup:
+        made = Setup(
+            self.config,
+            self.paths,
+            Notifier(),
+            supervisor=self.supervisor,
+            load_domains=lambda uri: self.domains,
+        )
+        return replace(made, **changes)
+
+    @asynccontextmanager
+    async def daemon(self, **changes: Any):
+        daemon = Daemon(self.setup(**changes))
+        await daemon.start()
+        try:
+            yield daemon
+        finally:
+            await daemon.stop()
+
+    async def call(self, member: str, **parameters: Any) -> dict[str, Any]:
+        """One call through the real socket, from a thread."""
+
+        def work() -> dict[str, Any]:
+            with AdminClient(str(self.paths.admin_socket)) as client:
+                return client.call(member, parameters)
+
+        return await asyncio.to_thread(work)
+
+    async def create(self, name: str, profile: str = "small") -> dict[str, Any]:
+        return (await self.call("CreateFunction", profile=profile, name=name))["function"]
+
+    async def state(self, name: str) -> str:
+        return (await self.call("GetFunction", function=name))["function"]["state"]
+
+    async def until(self, name: str, state: str) -> dict[str, Any]:
+        """Wait for a function's state."""
+        async with asyncio.timeout(10):
+            while True:
+                found = (await self.call("GetFunction", function=name))["function"]
+                if found["state"] == state:
+                    return found
+                await asyncio.sleep(0.01)
+
+    def kill(self, uuid: str) -> None:
+        """The function process ends by itself."""
+        process = from_record(self.paths.function(uuid).process)
+        if process is None:
+            raise LookupError(f"no process of {uuid}")
+        process.signal(signal.SIGKILL)
+
+    def processes(self) -> set[str]:
+        """UUIDs of the fake processes of this harness that run, by looking at the machine."""
+        found = set()
+        marker = str(self.paths.functions)
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_text()
+            except OSError:
+                continue
+            if str(FAKE) in command and marker in command:
+                found.add(Path(command.rstrip("\0").rsplit("\0", 1)[-1]).parent.name)
+        return found
+
+    def clean_up(self) -> None:
+        """End all function processes of this harness."""
+
+        async def stop_all() -> None:
+            for uuid in await self.supervisor.list():
+                await self.supervisor.stop(uuid)
+
+        asyncio.run(stop_all())
