@@ -72,7 +72,7 @@ class Client(FeatureCalls):
     ) -> None:
         self.session = ClientSession(capabilities=capabilities)
         self._timeout_s = timeout_s
-        self._reader = FrameReader()
+        self._reader = FrameReader(first=4096)
         self._maps: dict[int, mmap.mmap] = {}
         self._twin: socket.socket | None = None
         self._twin_reader = FrameReader()
@@ -108,6 +108,11 @@ class Client(FeatureCalls):
     def fileno(self) -> int:
         """The socket on which the server's own requests come, for a poll before :meth:`pump`."""
         return (self._twin or self._sock).fileno()
+
+    @property
+    def buffered(self) -> bool:
+        """True when a request of the server has been read in part: :meth:`pump` before a poll."""
+        return not (self._twin_reader if self._twin is not None else self._reader).is_idle
 
     def close(self) -> None:
         """End the connection and forget its maps; may be called twice."""
@@ -294,7 +299,7 @@ class Client(FeatureCalls):
         sock.settimeout(timeout_s)
         try:
             # Only the wait is bounded: a message that has begun is read to its end.
-            if not sock.recv(1, socket.MSG_PEEK):
+            if reader.is_idle and not sock.recv(1, socket.MSG_PEEK):
                 raise self._gone("the server closed the connection")
         except (BlockingIOError, TimeoutError):
             return False
@@ -353,8 +358,9 @@ class Client(FeatureCalls):
             self._send(data, fds)
             return memoryview(b"")
         done = self._call(command, body, fds)
-        close_fds(done.fds)
-        return Completion(done.id, done.command, done.errno, done.body, ()).result()
+        if done.fds and not done.errno:
+            close_fds(done.fds)
+        return done.result()
 
     def _call(self, command: int, body: bytes = b"", fds: Sequence[int] = ()) -> Completion:
         ident, data = self.session.command(command, body)

@@ -61,8 +61,11 @@ def describe(model: DeviceModel) -> Description:
     info = model.device_info()
     if not 0 <= info.regions <= _MAX_INDICES or not 0 <= info.irqs <= _MAX_INDICES:
         raise _broken(model, f"has {info.regions} regions and {info.irqs} interrupts")
-    regions = tuple(model.region_info(i) for i in range(info.regions))
-    irqs = tuple(model.irq_info(i) for i in range(info.irqs))
+    # Plain integers: operations on IntFlag would cost more than the rest of a register read.
+    info = replace(info, flags=int(info.flags))
+    regions = tuple(_plain(model.region_info(i)) for i in range(info.regions))
+    found = (model.irq_info(i) for i in range(info.irqs))
+    irqs = tuple(replace(irq, flags=int(irq.flags)) for irq in found)
     for i, region in enumerate(regions):
         problem = _region_problem(i, region)
         if problem:
@@ -71,6 +74,10 @@ def describe(model: DeviceModel) -> Description:
         if irq.index != i or not 0 <= irq.count < 1 << 32:
             raise _broken(model, f"interrupt {i} says index {irq.index}, count {irq.count}")
     return Description(info, regions, irqs)
+
+
+def _plain(region: RegionInfo) -> RegionInfo:
+    return replace(region, flags=int(region.flags), sparse=tuple(region.sparse))
 
 
 def _region_problem(index: int, region: RegionInfo) -> str:

@@ -198,15 +198,20 @@ def answer_version(
         if name in theirs.named and name != "twin_socket"
     }
     reply = msgspec.convert(ours, Capabilities)
-    if reply.max_dma_maps is not None and theirs.max_dma_maps is not None:
-        # QEMU 11.1 proposes 65535 and ends the connection over an answer above that.
-        reply.max_dma_maps = min(reply.max_dma_maps, theirs.max_dma_maps)
+    # QEMU 11.1 ends the connection over a number above the one it proposed ("too large").
+    reply.max_dma_maps = _lower(reply.max_dma_maps, theirs.max_dma_maps)
+    reply.max_data_xfer_size = _lower(reply.max_data_xfer_size, theirs.max_data_xfer_size)
+    reply.max_msg_fds = _lower(reply.max_msg_fds, theirs.max_msg_fds)
     if theirs.write_multiple is False:
         reply.write_multiple = False
     twin = twin and theirs.twin_socket is not None and theirs.twin_socket.supported
     if twin:
         reply.twin_socket = _TwinSocket(True, 0)
     return pack_version(VERSION_MAJOR, minor, reply), _agreement(minor, theirs, reply, twin)
+
+
+def _lower(ours: int | None, theirs: int | None) -> int | None:
+    return None if ours is None or theirs is None else min(ours, theirs)
 
 
 def accept_version(body: Bytes, own: Capabilities, fds: int) -> tuple[Agreement, int | None]:

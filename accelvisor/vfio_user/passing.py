@@ -34,6 +34,9 @@ def receive(sock: socket.socket, reader: FrameReader) -> Message | None:
         ProtocolError: the stream ended inside a message, or is no vfio-user.
         OSError: of the socket (BlockingIOError when its receive timeout passed).
     """
+    message = reader.buffered()
+    if message is not None:
+        return message
     while True:
         count, ancillary, flags, _ = sock.recvmsg_into((reader.space(),), _ANCILLARY, _FLAGS)
         if ancillary:

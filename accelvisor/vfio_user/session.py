@@ -60,6 +60,10 @@ _DMA_FLAGS = int(DmaFlag.READ | DmaFlag.WRITE | DmaFlag.MMAP | DmaFlag.FILE_IO)
 _DMA_ACCESS = int(DmaFlag.READ | DmaFlag.WRITE)
 _UNMAP_FLAGS = int(UnmapFlag.GET_DIRTY_BITMAP | UnmapFlag.ALL)
 _DISABLE = int(IrqSet.DATA_NONE | IrqSet.ACTION_TRIGGER)
+_IRQ_DATA = int(IRQ_DATA_MASK)
+_IRQ_ACTION = int(IRQ_ACTION_MASK)
+_READ = int(RegionFlag.READ)
+_WRITE = int(RegionFlag.WRITE)
 _END = 1 << 64
 
 
@@ -258,7 +262,7 @@ class ServerSession:
         if len(raw) < HEADER_BYTES + messages.ACCESS.size:
             raise bad("REGION_READ", f"{len(raw)} bytes")
         offset, region, count = messages.ACCESS.unpack_from(raw, HEADER_BYTES)
-        self._check_access(offset, region, count, RegionFlag.READ)
+        self._check_access(offset, region, count, _READ)
         data = self.model.region_read(region, offset, count) if count else b""
         if len(data) != count:
             raise ValueError(f"region_read gave {len(data)} bytes, {count} were asked for")
@@ -268,7 +272,7 @@ class ServerSession:
         offset, region, count, data = messages.parse_access(message.body, "REGION_WRITE")
         if len(data) != count:
             raise bad("REGION_WRITE", f"{count} bytes announced, {len(data)} sent")
-        self._check_access(offset, region, count, RegionFlag.WRITE)
+        self._check_access(offset, region, count, _WRITE)
         if count:
             self.model.region_write(region, offset, bytes(data))
         return _Answer(messages.ACCESS.pack(offset, region, count))
@@ -278,7 +282,7 @@ class ServerSession:
             raise Refusal(errno.EOPNOTSUPP, "REGION_WRITE_MULTI was not negotiated")
         writes = messages.parse_write_multi(message.body)
         for w in writes:
-            self._check_access(w.offset, w.region, len(w.data), RegionFlag.WRITE)
+            self._check_access(w.offset, w.region, len(w.data), _WRITE)
         for w in writes:
             if w.data:
                 self.model.region_write(w.region, w.offset, w.data)
@@ -335,8 +339,8 @@ class ServerSession:
     def _set_irqs(self, message: Message) -> _Answer:
         r = messages.parse_set_irqs(message.body)
         info = self.device.irq(r.index)
-        data_kind, action = r.flags & IRQ_DATA_MASK, r.flags & IRQ_ACTION_MASK
-        if r.flags & ~int(IRQ_DATA_MASK | IRQ_ACTION_MASK) or not (
+        data_kind, action = r.flags & _IRQ_DATA, r.flags & _IRQ_ACTION
+        if r.flags & ~(_IRQ_DATA | _IRQ_ACTION) or not (
             data_kind.bit_count() == 1 and action.bit_count() == 1
         ):
             raise bad("DEVICE_SET_IRQS", f"flags {r.flags:#x}")

@@ -168,6 +168,8 @@ class ClientTransport:
         poll = select.poll()
         poll.register(self._irq, select.POLLIN)
         poll.register(self.client.fileno(), select.POLLIN)
+        while self.client.buffered:
+            self.client.pump()
         while True:
             left = max(0.0, deadline - time.monotonic())
             ready = dict(poll.poll(left * 1000))

@@ -1,9 +1,9 @@
 """Framing: bytes and file descriptors <-> messages. No socket is touched here.
 
 A message is a 16-byte header and a body; its ``size`` counts both. File descriptors travel beside
-the bytes and belong to the message whose bytes they came with. Peers pipeline, so a reader must
-never read past the end of one message: descriptors of the next would be taken for its own.
-:class:`FrameReader` therefore says how many bytes may be read now.
+the bytes and belong to the message whose bytes they came with. Peers pipeline, so a reader that
+takes all that is there mistakes descriptors of the next message for its own: :class:`FrameReader`
+says how many bytes may be read now.
 
 Who owns a descriptor: whoever holds the :class:`Message`. ``take_fds`` moves them out, ``close``
 closes what is left, and both may be called twice.
@@ -27,7 +27,12 @@ from accelvisor.vfio_user.protocol import (
     Command,
 )
 
-_KNOWN_FLAGS = TYPE_MASK | FLAG_NO_REPLY | FLAG_ERROR
+_GOOD_FLAGS = frozenset(
+    kind | no_reply | error
+    for kind in (TYPE_COMMAND, TYPE_REPLY)
+    for no_reply in (0, FLAG_NO_REPLY)
+    for error in (0, FLAG_ERROR)
+)
 _NO_FDS: tuple[int, ...] = ()
 
 
@@ -132,8 +137,7 @@ def check_header(size: int, flags: int, limit: int) -> None:
         raise broken(f"message size {size} is smaller than its header")
     if size > limit:
         raise broken(f"message of {size} bytes, the limit is {limit}")
-    kind = flags & TYPE_MASK
-    if kind > TYPE_REPLY or flags & ~_KNOWN_FLAGS:
+    if flags not in _GOOD_FLAGS:
         raise broken(f"unknown message flags {flags:#x}")
 
 
@@ -141,24 +145,36 @@ class FrameReader:
     """Collects one message at a time from reads of any size.
 
     Use: read at most ``len(reader.space())`` bytes into ``reader.space()``, then call
-    ``advance(count, fds)``; a message comes back when it is complete. After an error the stream is
-    lost and the reader must be closed.
+    ``advance(count, fds)``; a message comes back when it is complete. Where ``first`` lets a read
+    run into the next message, :meth:`buffered` gives out what is complete already; call it before
+    each read. After an error the stream is lost and the reader must be closed.
+
+    Args:
+        limit: largest message in bytes.
+        max_fds: most descriptors of one message.
+        first: bytes that the first read of a message may take. The default of 32 saves a system
+            call for the common requests and still tells descriptors apart: the kernel ends a read
+            after the bytes that descriptors came with, and a command shorter than 32 bytes carries
+            none, so descriptors belong to the message that the last byte read is part of. A
+            client, to which descriptors come only in the reply that it waits for, may take more.
     """
 
-    __slots__ = ("_buffer", "_fds", "_filled", "_limit", "_max_fds", "_view", "_wanted")
+    __slots__ = ("_buffer", "_fds", "_filled", "_first", "_limit", "_max_fds", "_view", "_wanted")
 
     def __init__(
         self,
         *,
         limit: int = LIMITS.vfio_message_bytes,
         max_fds: int = LIMITS.vfio_message_fds,
+        first: int = 32,
     ) -> None:
         self._limit = limit
         self._max_fds = max_fds
+        self._first = first
         self._buffer = bytearray(4096)
         self._view = memoryview(self._buffer)
         self._filled = 0
-        self._wanted = HEADER_BYTES
+        self._wanted = first
         self._fds: list[int] = []
 
     @property
@@ -167,8 +183,12 @@ class FrameReader:
         return not self._filled
 
     def space(self) -> memoryview:
-        """Where the next bytes go; never longer than what is left of the current message."""
+        """Where the next bytes go."""
         return self._view[self._filled : self._wanted]
+
+    def buffered(self) -> Message | None:
+        """A message that an earlier read has completed."""
+        return self._cut(()) if self._filled >= HEADER_BYTES else None
 
     def advance(self, count: int, fds: Sequence[int] = _NO_FDS) -> Message | None:
         """Account for ``count`` bytes read into :meth:`space` and the descriptors beside them.
@@ -177,27 +197,12 @@ class FrameReader:
             ProtocolError: the message is impossible, or brings too many descriptors. All
                 descriptors, these included, are closed by :meth:`close`.
         """
-        if fds:
-            self._fds.extend(fds)
-            if len(self._fds) > self._max_fds:
-                raise broken(f"{len(self._fds)} descriptors in one message, {self._max_fds} agreed")
-        filled = self._filled = self._filled + count
-        if filled < self._wanted:
+        self._filled += count
+        if self._filled < HEADER_BYTES:
+            if fds:
+                self._keep(fds)
             return None
-        if self._wanted == HEADER_BYTES:
-            _, _, size, flags, _ = HEADER.unpack_from(self._buffer)
-            check_header(size, flags, self._limit)
-            if size > HEADER_BYTES:
-                self._grow(size)
-                self._wanted = size
-                return None
-        self._filled = 0
-        self._wanted = HEADER_BYTES
-        raw = bytes(self._view[:filled])
-        if not self._fds:
-            return Message(raw)
-        taken, self._fds = self._fds, []
-        return Message(raw, taken)
+        return self._cut(fds)
 
     def feed(self, data: bytes, fds: Sequence[int] = _NO_FDS) -> list[Message]:
         """Every message that ``data`` completes (for tests and transcripts, where bytes come in
@@ -206,8 +211,10 @@ class FrameReader:
         messages: list[Message] = []
         at = 0
         while at < len(data):
+            # Never past a message's end, so that the descriptors are its own.
             space = self.space()
-            count = min(len(space), len(data) - at)
+            wanted = self._wanted if self._filled >= HEADER_BYTES else HEADER_BYTES
+            count = min(len(space), len(data) - at, wanted - self._filled)
             space[:count] = data[at : at + count]
             at += count
             message = self.advance(count, fds)
@@ -221,11 +228,43 @@ class FrameReader:
         taken, self._fds = self._fds, []
         close_fds(taken)
         self._filled = 0
-        self._wanted = HEADER_BYTES
+        self._wanted = self._first
+
+    def _cut(self, fds: Sequence[int]) -> Message | None:
+        """The first message of the buffer if it is whole; ``fds`` came with the last byte."""
+        _, _, size, flags, _ = HEADER.unpack_from(self._buffer)
+        if size < HEADER_BYTES or size > self._limit or flags not in _GOOD_FLAGS:
+            if fds:
+                self._fds.extend(fds)
+            check_header(size, flags, self._limit)
+        filled = self._filled
+        if filled < size:
+            if fds:
+                self._keep(fds)
+            if size > len(self._buffer):
+                self._grow(size)
+            self._wanted = size
+            return None
+        raw = bytes(self._view[:size])
+        rest = filled - size
+        if fds and not rest:
+            self._keep(fds)
+            fds = _NO_FDS
+        taken, self._fds = (self._fds, []) if self._fds else (_NO_FDS, self._fds)
+        self._filled = rest
+        self._wanted = self._first
+        if rest:
+            self._buffer[:rest] = self._buffer[size:filled]
+            if fds:
+                self._fds = list(fds)
+        return Message(raw, taken)
+
+    def _keep(self, fds: Sequence[int]) -> None:
+        self._fds.extend(fds)
+        if len(self._fds) > self._max_fds:
+            raise broken(f"{len(self._fds)} descriptors in one message, {self._max_fds} agreed")
 
     def _grow(self, size: int) -> None:
-        if size <= len(self._buffer):
-            return
         # In powers of two: a peer of large messages costs a few allocations, one of small none.
         bigger = bytearray(min(1 << (size - 1).bit_length(), max(self._limit, size)))
         bigger[: self._filled] = self._view[: self._filled]

@@ -1,7 +1,11 @@
 """A small PCI device for the tests: config space, registers, a mapped window, MSI, migration.
 
 It behaves as QEMU wants a vfio-user device to behave, so that the same model answers the in-tree
-client, recorded transcripts and a real QEMU. Registers of BAR0 are plain memory.
+client, recorded transcripts and a real QEMU. Registers of BAR0 are plain memory but for these,
+which act when they are written (32 bits, and 64 for the address):
+
+    0x100 raise the MSI          0x110 write PATTERN at ADDRESS through the map
+    0x108 ADDRESS (64 bits)      0x114 the same by DMA messages, after the reply
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from accelvisor.vfio_user.dirty import DirtyLog
 from accelvisor.vfio_user.dma import DmaTable
@@ -29,12 +33,15 @@ from accelvisor.vfio_user.protocol import (
     RegionFlag,
     UnmapFlag,
 )
+from accelvisor.vfio_user.server import Connection, Task
 from accelvisor.vfio_user.wire import close_fds
 
-BAR0_BYTES = 0x1000
+BAR0_BYTES = 0x10000
 WINDOW_BYTES = 0x10000
 MSI_CAP = 0x80
 EXPRESS_CAP = 0xA0
+RAISE, ADDRESS, WRITE, EXCHANGE = 0x100, 0x108, 0x110, 0x114
+PATTERN = b"accelvisor sample device"
 _CONFIG_BYTES = 4096
 
 
@@ -84,6 +91,8 @@ class SampleDevice:
         self.dirty = DirtyLog()
         self.machine = MigrationMachine(self._arc)
         self.features = Features(self.machine, self.dirty)
+        # The server's ``defer``, where the model runs in one.
+        self.defer: Callable[[Task], None] | None = None
         self._saved = b""
         self._loaded = bytearray()
 
@@ -123,6 +132,8 @@ class SampleDevice:
         region = self._region(index)
         if index != PciRegion.CONFIG:
             region[offset : offset + len(data)] = data
+            if index == PciRegion.BAR0:
+                self._act(offset)
             return
         for at, byte in enumerate(data, offset):
             mask = self.mask[at]
@@ -131,6 +142,22 @@ class SampleDevice:
         if offset <= control + 1 < offset + len(data) and data[control + 1 - offset] & 0x80:
             self.function_resets += 1
             self._reset_registers()
+
+    def _act(self, offset: int) -> None:
+        (address,) = struct.unpack_from("<Q", self.bar0, ADDRESS)
+        if offset == RAISE:
+            self.interrupt()
+        elif offset == WRITE:
+            self.dma_write(address, PATTERN)
+        elif offset == EXCHANGE and self.defer is not None:
+            self.defer(lambda c: self._exchange(c, address))
+
+    def _exchange(self, connection: Connection, address: int) -> None:
+        """DMA by message: what is there moves behind, PATTERN takes its place."""
+        before = connection.dma_read(address, len(PATTERN))
+        connection.dma_write(address + len(PATTERN), before)
+        connection.dma_write(address, PATTERN)
+        self.interrupt()
 
     def _region(self, index: int) -> bytearray | mmap.mmap:
         if index == PciRegion.BAR0:
