@@ -18,7 +18,7 @@ from pathlib import Path
 
 from accelvisor.errors import DeadlineError, SystemFailure
 from accelvisor.lab import network, state
-from accelvisor.lab.process import ProcessId, run, wait_until
+from accelvisor.lab.process import ProcessId, die_with_parent, run, wait_until
 
 # Where a host finds the guest images: a read-only view of a directory of the laboratory.
 GUEST_IMAGES = "/var/lib/accelvisor-lab"
@@ -137,7 +137,9 @@ def _command(place: Place, *, mortal: bool) -> list[str]:
         "--timezone=off",
         "--console=pipe",
     ]
-    return ["setpriv", "--pdeathsig", "KILL", "--", *nspawn] if mortal else nspawn
+    # In a pid namespace of nspawn's own: were nspawn killed outside one, the host would run on.
+    contained = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc", *nspawn]
+    return die_with_parent(contained) if mortal else contained
 
 
 def _wait_ready(
@@ -158,14 +160,32 @@ def _wait_ready(
                     code="lab-boot-failed",
                     where="systemd-nspawn",
                 )
-            for line in ready.recv(4096).decode(errors="replace").splitlines():
-                name, _, value = line.partition("=")
-                if name == "X_NSPAWN_LEADER_PID":
-                    record.leader = ProcessId.of(int(value))
-                if name == "READY" and record.leader is not None:
-                    return
+            words = ready.recv(4096).decode(errors="replace").splitlines()
+            # nspawn tells the leader's pid too, but as seen in its own pid namespace.
+            record.leader = record.leader or _leader(process.pid)
+            if "READY=1" in words and record.leader is not None:
+                return
     finally:
         os.close(ended)
+
+
+def _leader(supervisor: int) -> ProcessId | None:
+    """PID 1 of the host: the descendant that is number 1 two pid namespaces further in."""
+    parents: dict[int, int] = {}
+    inner: dict[int, list[str]] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            text = (entry / "status").read_text(encoding="utf-8", errors="replace")
+            fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+            parents[int(entry.name)] = int(fields["PPid"])
+            inner[int(entry.name)] = fields["NSpid"].split()
+    depth = len(inner.get(supervisor, [])) + 2
+    for pid, numbers in inner.items():
+        # unshare, or the setpriv that became it, then nspawn, then the leader.
+        innermost = len(numbers) == depth and numbers[-1] == "1"
+        if innermost and parents.get(parents[pid]) == supervisor:
+            return ProcessId.of(pid)
+    return None
 
 
 def remove(place: Place, record: state.HostState) -> None:

@@ -142,7 +142,9 @@ class Guest:
         try:
             wait_until(ended, deadline_s=timeout, what=f"{self.domain}: {shorten(argv)}")
         except DeadlineError:
-            self.agent("guest-exec", {"path": "kill", "arg": ["-KILL", str(pid)]})
+            # Its session, if it has one, so that its children go as well.
+            kill = f"kill -KILL -- -{pid} || kill -KILL {pid}"
+            self.agent("guest-exec", {"path": "sh", "arg": ["-c", kill]})
             raise
         # Ended by a signal it has no exit code: told the way a shell does.
         code = int(status.get("exitcode", 128 + int(status.get("signal", 0))))

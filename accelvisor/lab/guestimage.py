@@ -18,7 +18,7 @@ from accelvisor.lab.cpio import Archive
 from accelvisor.lab.process import die_with_parent, in_private_mounts, run
 from accelvisor.lab.progress import Progress, run_logged
 
-_EDITION = "1"
+_EDITION = "2"
 _DATA = Path(__file__).parent / "data"
 
 PACKAGES = (
@@ -139,6 +139,12 @@ def _add_init(root: Path) -> None:
         link = root / "usr/sbin" / name
         link.unlink(missing_ok=True)
         link.symlink_to("/usr/bin/busybox")
+    # What minimal Debian lacks and people type anyway: ps, kill, free, top, vi, less, ping.
+    local = root / "usr/local/bin"
+    for applet in run([str(root / "usr/bin/busybox"), "--list"], timeout=20).stdout.split():
+        name = applet.decode()
+        if not any((root / "usr" / place / name).exists() for place in ("bin", "sbin")):
+            (local / name).symlink_to("/usr/bin/busybox")
     # busybox acpid runs this for the power button.
     power = root / "etc/acpi/PWRF"
     power.mkdir(parents=True)

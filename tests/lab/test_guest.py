@@ -1,0 +1,65 @@
+"""A plain guest: boots under libvirt to where programs run in it, and goes the ways a VM goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelvisor.errors import DeadlineError, SystemFailure
+from accelvisor.lab import DomainSpec, Guest, LabHost
+
+
+def test_programs_run_in_it(guest: Guest) -> None:
+    out = guest.run(["python3", "-c", "import numpy; print(int(numpy.arange(10).sum()))"])
+    assert out.stdout == "45\n"
+    assert guest.run(["cat"], input="across").stdout == "across"
+    assert guest.run(["sh", "-c", "exit 3"], check=False).returncode == 3
+    assert guest.run(["hostname"]).stdout.strip() == guest.domain
+    with pytest.raises(SystemFailure, match="No such file"):
+        guest.run(["cat", "/does/not/exist"])
+    with pytest.raises(DeadlineError):
+        guest.run(["sleep", "600"], timeout=1)
+    # What was ended is gone from the guest as well.
+    assert guest.run(["pidof", "sleep"], check=False).returncode != 0
+
+
+def test_it_has_accelvisor_from_the_package_and_the_tools_for_pci(guest: Guest) -> None:
+    found = guest.run(["python3", "-c", "import accelvisor.abi as a; print(a.__file__)"])
+    assert found.stdout.startswith("/usr/lib/python3/dist-packages/")
+    assert guest.run(["test", "-x", "/usr/bin/accelguest"], check=False).returncode == 0
+    assert "Host bridge" in guest.run(["lspci"]).stdout
+    guest.run(["modprobe", "vfio-pci"])
+
+
+def test_files_travel(guest: Guest) -> None:
+    data = bytes(range(256)) * 1000
+    guest.push(data, "/tmp/file", mode=0o750)
+    assert guest.pull("/tmp/file") == data
+    assert guest.run(["stat", "-c", "%a", "/tmp/file"]).stdout.strip() == "750"
+
+
+def test_shutdown_and_reboot(guest: Guest, host: LabHost) -> None:
+    before = guest.boot_id
+    host.virsh("reboot", guest.domain)
+    host.wait(lambda: guest.ready and guest.boot_id != before, deadline_s=120, what="rebooted")
+    host.virsh("shutdown", guest.domain, "--mode", "agent")
+    guest.wait_state("shut off")
+    host.virsh("start", guest.domain)
+    guest.wait_ready()
+    # The power button, for whoever has no agent. It is heard only once the guest listens for it.
+    host.wait(lambda: guest.run(["pidof", "acpid"], check=False).returncode == 0, deadline_s=30)
+    host.virsh("shutdown", guest.domain, "--mode", "acpi")
+    guest.wait_state("shut off")
+
+
+def test_behind_an_emulated_iommu(host: LabHost, domain_name: str) -> None:
+    guest = host.boot_guest(DomainSpec(domain_name, iommu=True))
+    assert guest.run(["ls", "/sys/class/iommu"]).stdout.split() == ["dmar0"]
+
+
+def test_live_migration(two_hosts: tuple[LabHost, LabHost], guest: Guest, domain_name: str) -> None:
+    source, target = two_hosts
+    boot = guest.boot_id
+    uri = f"qemu+tcp://{target.address}/system"
+    source.virsh("migrate", "--live", "--persistent", "--undefinesource", domain_name, uri)
+    assert guest.on(target).boot_id == boot
+    assert source.virsh("domstate", domain_name, check=False).returncode != 0

@@ -1,0 +1,235 @@
+"""The laboratory's parts that need no root: sources, caches, archives, identities."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from accelvisor.errors import DeadlineError, SystemFailure, UsageError
+from accelvisor.lab import apt, cache, process, state
+from accelvisor.lab.cpio import Archive
+from accelvisor.lab.domain import DomainSpec
+from accelvisor.lab.guestimage import load_order
+from accelvisor.lab.process import ProcessId
+from accelvisor.lab.progress import Progress, apt_percent, counted, run_logged
+
+DEB822 = """\
+Types: deb
+# a comment in between
+URIs: http://mirror.example/debian
+Suites: bookworm bookworm-updates
+Components: main
+Signed-By: /usr/share/keyrings/debian-archive-keyring.gpg
+
+Types: deb deb-src
+URIs: http://mirror.example/debian-security
+Suites: bookworm-security
+Components: main
+ contrib
+
+Enabled: no
+Types: deb
+URIs: http://off.example/debian
+Suites: trixie
+Components: main
+"""
+ONE_LINE = """\
+# deb http://commented.example/debian trixie main
+deb [signed-by=/x arch=amd64] https://third.example/debian trixie stable
+deb http://one.example/debian/ trixie main contrib # why
+deb-src http://source.example/debian trixie main
+"""
+
+
+def test_sources_in_both_formats() -> None:
+    assert [(s.uri, s.suites, s.components) for s in apt.parse_deb822(DEB822)] == [
+        ("http://mirror.example/debian", ("bookworm", "bookworm-updates"), ("main",)),
+        ("http://mirror.example/debian-security", ("bookworm-security",), ("main", "contrib")),
+    ]
+    assert [(s.uri, s.components) for s in apt.parse_one_line(ONE_LINE)] == [
+        ("https://third.example/debian", ("stable",)),
+        ("http://one.example/debian/", ("main", "contrib")),
+    ]
+
+
+def test_the_mirror_is_the_debian_archive_and_no_other(tmp_path: Path) -> None:
+    (tmp_path / "sources.list.d").mkdir()
+    (tmp_path / "sources.list.d/a.list").write_text(ONE_LINE)
+    (tmp_path / "sources.list.d/b.sources").write_text(DEB822)
+    (tmp_path / "sources.list.d/c.list.disabled").write_text("deb http://no.example x main")
+    assert apt.choose_mirror(apt.machine_sources(tmp_path)) == "http://one.example/debian"
+    assert apt.choose_mirror([]) is None
+
+
+def test_a_cloud_image_names_its_mirror_in_a_file(tmp_path: Path) -> None:
+    listing = tmp_path / "mirrors.list"
+    listing.write_text("# comment\nhttp://cloud.example/debian\n")
+    source = apt.Source(f"mirror+file:{listing}", ("trixie",), ("main",))
+    assert apt.choose_mirror([source]) == "http://cloud.example/debian"
+    listing.unlink()
+    assert apt.choose_mirror([source]) == apt.PUBLIC_MIRROR
+
+
+def test_a_cached_thing_is_built_once_and_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELVISOR_LAB_CACHE", str(tmp_path))
+    built = []
+
+    def build(work: Path) -> None:
+        built.append(work)
+        (work / "content").write_text("x")
+
+    def fail(work: Path) -> None:
+        (work / "half").write_text("")
+        raise SystemFailure("no")
+
+    key = cache.digest("one")
+    with pytest.raises(SystemFailure):
+        cache.obtain("thing", key, fail)
+    assert cache.find("thing", key) is None
+    first = cache.obtain("thing", key, build)
+    assert cache.obtain("thing", key, build) == first
+    assert len(built) == 1
+    assert (first / "content").read_text() == "x"
+    # What a builder left that was killed (no such process) goes with the next build.
+    left = tmp_path / ".build-thing-1-1"
+    left.mkdir()
+    for word in ("two", "three", "four"):
+        cache.obtain("thing", cache.digest(word), build)
+    assert not left.exists()
+    assert len(list(tmp_path.glob("thing-*"))) == 2
+
+
+def test_a_digest_tells_lists_of_parts_apart() -> None:
+    assert cache.digest("ab", "c") != cache.digest("a", "bc")
+    assert cache.digest("a", "") != cache.digest("a")
+
+
+def test_cpio_as_the_tool_of_that_name_reads_it(tmp_path: Path) -> None:
+    archive = Archive()
+    archive.directory("bin")
+    archive.file("bin/program", b"#!/bin/sh\n", executable=True)
+    archive.symlink("bin/other", "program")
+    listing = subprocess.run(
+        [sys.executable, "-c", _READ_CPIO], input=archive.finish(), capture_output=True, check=True
+    ).stdout.decode()
+    assert listing.splitlines() == [
+        "bin 40755 0 ",
+        "bin/program 100755 10 #!/bin/sh",
+        "bin/other 120777 7 program",
+    ]
+
+
+# An independent reader, written from the format's description: fields by position, 4-aligned.
+_READ_CPIO = """
+import sys
+data, at = sys.stdin.buffer.read(), 0
+while True:
+    head = data[at:at + 110]
+    assert head[:6] == b"070701" and at % 4 == 0
+    mode, size, length = (int(head[6 + 8 * i:14 + 8 * i], 16) for i in (1, 6, 11))
+    name = data[at + 110:at + 110 + length - 1].decode()
+    body = (at + 110 + length + 3) & ~3
+    if name == "TRAILER!!!":
+        break
+    print(name, f"{mode:o}", size, data[body:body + size].decode().strip())
+    at = (body + size + 3) & ~3
+"""
+
+
+def test_modules_load_after_what_they_need(tmp_path: Path) -> None:
+    (tmp_path / "modules.dep").write_text(
+        "kernel/a/lone.ko.xz:\nkernel/b/top-one.ko: kernel/b/mid.ko kernel/b/low.ko\n"
+        "kernel/b/mid.ko: kernel/b/low.ko\nkernel/b/low.ko:\n"
+    )
+    order = [path.name for path in load_order(tmp_path, ("mid", "top_one", "lone"))]
+    assert order == ["low.ko", "mid.ko", "top-one.ko", "lone.ko.xz"]
+    with pytest.raises(SystemFailure, match="absent"):
+        load_order(tmp_path, ("absent",))
+
+
+def test_a_pid_that_was_reused_is_another_process() -> None:
+    own = ProcessId.own()
+    assert own.alive()
+    other = ProcessId(own.pid, own.started + 1)
+    assert not other.alive()
+    # Ending "it" reports success and harms nobody.
+    assert other.end(deadline_s=1)
+    with subprocess.Popen(["sleep", "60"]) as child:
+        identity = ProcessId.of(child.pid)
+        assert identity is not None
+        assert identity.end(deadline_s=5)
+    assert not identity.alive()
+    assert ProcessId.of(child.pid) is None
+
+
+def test_commands_past_their_timeout_go_with_their_children() -> None:
+    with pytest.raises(DeadlineError):
+        process.run(["sh", "-c", "sleep 61 & sleep 61"], timeout=0.3)
+    left = subprocess.run(["pgrep", "-fx", "sleep 61"], capture_output=True, check=False)
+    assert left.stdout == b""
+
+
+def test_a_state_file_survives_damage(lab_run: Path) -> None:
+    saved = state.LabState("x", ProcessId.own(), [state.HostState(1, ProcessId.own())], "deb-1")
+    saved.save()
+    assert state.load("x") == saved
+    assert not saved.abandoned
+    (lab_run / "x/state.json").write_text('{"owner": 7}')
+    damaged = state.load("x")
+    assert damaged is not None
+    assert damaged.abandoned
+    assert state.load("y") is None
+    assert state.names() == ["x"]
+    damaged.forget()
+    assert state.names() == []
+
+
+@pytest.mark.parametrize("name", ["", "UPPER", "a/b", "-x", "x" * 21, "é"])
+def test_a_bad_name_is_refused(name: str) -> None:
+    with pytest.raises(UsageError):
+        state.checked_name(name)
+
+
+def test_a_domain_is_well_formed_whatever_its_strings_hold() -> None:
+    spec = DomainSpec("a<b&c", functions=('/run/x"/vfio.sock',), qemu=("-name", "a'b<"), iommu=True)
+    root = ET.fromstring(spec.xml())
+    assert root.findtext("name") == "a<b&c"
+    words = [
+        arg.get("value") for arg in root.iter("{http://libvirt.org/schemas/domain/qemu/1.0}arg")
+    ]
+    assert words[:2] == ["-name", "a'b<"]
+    assert words[2] == "-device"
+    assert r"/run/x\"/vfio.sock" in str(words[3])
+
+
+def test_progress_knows_how_far_apt_and_listing_tools_are(tmp_path: Path) -> None:
+    assert apt_percent("pmstatus:python3:41.5:Unpacking python3") == 41.5
+    assert apt_percent("Setting up python3") is None
+    share = counted("I: ", 4)
+    assert [share("I: a"), share("b"), share("I: c")] == [25.0, None, 50.0]
+
+
+def test_a_failing_build_says_where_its_output_is(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with (
+        Progress(quiet=True).step("breaking") as step,
+        pytest.raises(SystemFailure, match="it broke") as caught,
+    ):
+        run_logged(["sh", "-c", "echo it broke; exit 4"], step=step, log=log)
+    assert str(log) in caught.value.hint
+    assert log.read_text() == "it broke\n"
+
+
+def test_the_tree_names_no_registry_but_the_public_one() -> None:
+    for path in Path(apt.__file__).parent.glob("*.py"):
+        for line in path.read_text().splitlines():
+            if "://deb." in line:
+                assert apt.PUBLIC_MIRROR in line
+    assert os.path.exists(apt.__file__)
