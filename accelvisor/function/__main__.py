@@ -1,0 +1,30 @@
+"""``python3 -m accelvisor.function SPEC.json``: run one function until SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from accelvisor.errors import AccelvisorError
+from accelvisor.function.holder import Holder
+from accelvisor.function.spec import load
+
+
+def main(arguments: list[str]) -> int:
+    """Exit status: 0 stopped as asked, 1 refused by this host, 2 usage."""
+    if len(arguments) != 1 or arguments[0].startswith("-"):
+        print("usage: python3 -m accelvisor.function SPEC.json", file=sys.stderr)
+        return 2
+    # Tiles are the parallelism; a BLAS with threads of its own would only fight them for cores.
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = "1"
+    try:
+        Holder(load(arguments[0])).run()
+    except AccelvisorError as error:
+        print(f"{error.where}: {error.message} [{error.code}]\n{error.hint}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

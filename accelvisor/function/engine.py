@@ -1,0 +1,248 @@
+"""The engine: one thread that serves the queues, and what the rest of the worker may ask of it.
+
+Round robin between queues, each for a quantum, which a long program gives up at a tile boundary.
+While commands come the thread polls the queues' tails; when they stop it spins for a time that
+adapts to how often spinning paid, then it announces in each queue's NEED_WAKEUP that it sleeps,
+looks once more, and waits without a timeout: an idle function costs no wake-ups.
+
+Requests from other threads (freeze, reset, disable a queue) are flags in the state memfd, so that
+a replaced worker carries them out as well, and one attention flag here, which tiles are watched
+by.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from accelvisor.abi.registers import QueueControl, QueueStatus
+from accelvisor.errors import DeadlineError
+from accelvisor.function import state as s
+from accelvisor.function.frontend import Frontend, Interrupted, Lane
+from accelvisor.function.pool import lower_priority
+from accelvisor.function.state import State
+
+log = logging.getLogger(__name__)
+
+#: How long one queue may compute while others wait.
+QUANTUM_S = 0.010
+#: Spinning costs a core that the guest may need, so it stays short and must pay.
+_SPIN_MIN_S = 10e-6
+_SPIN_MAX_S = 200e-6
+_NONE = int(QueueStatus.DISABLED)
+
+
+class Engine:
+    """Owns the thread. ``reset`` carries out a function-level reset on it (see device.py)."""
+
+    def __init__(
+        self,
+        state: State,
+        reset: Callable[[], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._state = state
+        self._u32 = state.u32
+        self._reset = reset
+        self._clock = clock
+        self._frontend: Frontend | None = None
+        self._attend = True
+        self._deadline = 0.0
+        self._stopping = False
+        self._event = threading.Event()
+        self._fence = threading.Lock()
+        self._flags = threading.Lock()
+        self._settled = threading.Condition()
+        self._parked = False
+        self._spin_s = _SPIN_MAX_S
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self, frontend: Frontend) -> None:
+        """Take over from a predecessor, then serve."""
+        self._frontend = frontend
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread at the next boundary."""
+        self._stopping = True
+        self._wake()
+        self._thread.join()
+
+    # --- asked by the engine's own thread ---------------------------------------------------------
+
+    def attention(self) -> bool:
+        """Whether the command in progress should pause at this boundary."""
+        return self._attend or self._clock() > self._deadline
+
+    def check(self, queue: int | None = None) -> None:
+        """For waits inside a command: raises Interrupted when the engine is wanted elsewhere."""
+        if self._attend:
+            raise Interrupted
+
+    # --- asked by other threads -------------------------------------------------------------------
+
+    def doorbell(self, queue: int) -> None:
+        """A tail moved while NEED_WAKEUP was set."""
+        self._state.count("doorbells")
+        self._event.set()
+
+    def queue_control(self, queue: int, value: int) -> None:
+        """ENABLE a disabled queue, DISABLE any other. Carried out by the engine; the guest reads
+        the queue's STATUS. Anything else is ignored.
+        """
+        word = s.queue_word(queue)
+        with self._flags:
+            if value == QueueControl.DISABLE and self._u32[word] != _NONE:
+                self._u32[word + s.Q_CLOSING] = 1
+            elif value == QueueControl.ENABLE and self._u32[word] == _NONE:
+                self._u32[word + s.Q_CLOSING] = 2
+            else:
+                return
+            self._wake()
+
+    def request_reset(self, timeout_s: float) -> None:
+        """Reset everything behind BAR0 and wait for it.
+
+        Raises:
+            DeadlineError: the engine did not come to a boundary in time; the reset still follows.
+        """
+        with self._flags:
+            self._u32[s.R_RESETTING] = 1
+            self._wake()
+        self._wait(lambda: not self._u32[s.R_RESETTING], timeout_s, "reset")
+
+    def freeze(self, bit: int, timeout_s: float) -> None:
+        """Stop at the next boundary and stay there until every freeze bit is gone.
+
+        Raises:
+            DeadlineError: the engine did not come to a boundary in time; it is thawed again.
+        """
+        with self._flags:
+            self._u32[s.R_FREEZE] |= bit
+            self._wake()
+        try:
+            self._wait(lambda: self._parked, timeout_s, "freeze")
+        except DeadlineError:
+            self.thaw(bit)
+            raise
+
+    def thaw(self, bit: int) -> None:
+        """Take one freeze bit away."""
+        with self._flags:
+            self._u32[s.R_FREEZE] &= ~bit
+            self._wake()
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait until what was asked for so far has been carried out. Raises DeadlineError."""
+        self._wait(lambda: not self._attend, timeout_s, "queue control")
+
+    def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        with self._settled:
+            if not self._settled.wait_for(done, timeout_s):
+                raise DeadlineError(
+                    f"{what} took longer than {timeout_s:g} s",
+                    where="engine",
+                    hint="a tile or a DMA message does not end; reset the function",
+                )
+
+    def _wake(self) -> None:
+        self._attend = True
+        self._event.set()
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lower_priority()
+        frontend = self._frontend
+        if frontend is None:
+            raise RuntimeError("the engine was started without a front end")
+        try:
+            frontend.recover()
+            while self._service(frontend):
+                self._serve(frontend)
+        except BaseException:
+            # Without its engine a worker is of no use: let the holder replace it.
+            log.critical("the engine failed", exc_info=True)
+            abort()
+
+    def _service(self, frontend: Frontend) -> bool:
+        """Carry out requests; stay here while frozen. False when the thread is to end."""
+        u32 = self._u32
+        while True:
+            self._event.clear()
+            self._attend = False
+            if self._stopping:
+                return False
+            if u32[s.R_RESETTING]:
+                self._reset()
+            frozen = u32[s.R_FREEZE]
+            if not frozen & s.FREEZE_MIGRATION:
+                self._control(frontend)
+            if not self._attend:
+                with self._settled:
+                    self._parked = bool(frozen)
+                    self._settled.notify_all()
+                if not frozen:
+                    return True
+                self._event.wait()
+
+    def _control(self, frontend: Frontend) -> None:
+        for lane in frontend.lanes:
+            wanted = self._u32[lane.record + s.Q_CLOSING]
+            if not wanted:
+                continue
+            with self._flags:
+                if wanted == 1:
+                    frontend.disable(lane)
+                elif self._u32[lane.record] == _NONE:
+                    frontend.enable(lane)
+                self._u32[lane.record + s.Q_CLOSING] = 0
+
+    def _serve(self, frontend: Frontend) -> None:
+        """Serve lanes until something else wants the thread."""
+        clock = self._clock
+        u32 = self._u32
+        lanes = [lane for lane in frontend.lanes if u32[lane.record]]
+        while not self._attend:
+            progress = False
+            for lane in lanes:
+                self._deadline = clock() + QUANTUM_S
+                while frontend.serve(lane):
+                    progress = True
+                    if self._attend or clock() > self._deadline:
+                        break
+            if not progress and not self._attend:
+                self._rest(frontend, lanes)
+
+    def _rest(self, frontend: Frontend, lanes: list[Lane]) -> None:
+        """Spin a little, then sleep until a doorbell or a request."""
+        clock, pending = self._clock, frontend.pending
+        until = clock() + self._spin_s
+        while clock() < until:
+            for lane in lanes:
+                if pending(lane):
+                    return
+            if self._attend:
+                return
+            time.sleep(0)  # lets the thread that answers registers in
+        self._event.clear()
+        frontend.announce_sleep(lanes, True)
+        with self._fence:
+            pass  # the stores above are seen before the tails are looked at
+        if not self._attend and not any(pending(lane) for lane in lanes):
+            self._state.count("sleeps")
+            began = clock()
+            self._event.wait()
+            # A doorbell that came at once would have been saved by a little more spinning.
+            self._spin_s = _SPIN_MAX_S if clock() - began < 2 * _SPIN_MAX_S else _SPIN_MIN_S
+        frontend.announce_sleep(lanes, False)
+
+
+def abort() -> None:
+    """End this process at once, without any clean-up that could touch the state."""
+    import os
+    import signal
+
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,374 @@
+"""The front end: from ring entries to handlers, and from results to completion entries.
+
+One command of a queue is in progress at a time. Its life in the cursor record: RUNNING with the
+device's own copy of the entry; RESULT once status, value and the queue's new cycle count are
+decided; then the completion entry, the counts and at last an idle cursor. Whatever was reached
+when a worker died, going through it again ends in the same bytes, so no command is lost and none
+completes twice.
+
+NOP and FENCE have no effect but their completion (earlier commands of the queue are complete by
+then), so runs of them take a shorter way without the cursor.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Generator, Sequence
+
+from accelvisor.abi.commands import COMPLETION, Flag, Opcode
+from accelvisor.abi.registers import (
+    COMMAND_BYTES,
+    COMPLETION_BYTES,
+    CQ_HEAD,
+    CQ_TAIL,
+    NEED_WAKEUP,
+    PAGE,
+    SQ_HEAD,
+    SQ_TAIL,
+    Interrupt,
+    QueueStatus,
+    WindowLayout,
+)
+from accelvisor.abi.status import CommandStatus
+from accelvisor.function import state as s
+from accelvisor.function.commands import Commands, Fault, Result, Where
+from accelvisor.function.dma import DmaFault
+from accelvisor.function.objects import Contexts, Refused
+from accelvisor.function.state import State
+
+log = logging.getLogger(__name__)
+
+_M32 = 0xFFFF_FFFF
+_M64 = 0xFFFF_FFFF_FFFF_FFFF
+_ENTRY = struct.Struct("<16I")
+_LIGHT = frozenset((int(Opcode.NOP), int(Opcode.FENCE)))
+_INTERRUPT = int(Flag.INTERRUPT)
+_ENABLED = int(QueueStatus.ENABLED)
+_FAULTED = int(QueueStatus.FAULTED)
+
+
+class Interrupted(Exception):  # noqa: N818 - a command put off, not an error
+    """The command stops here and is executed again from its cursor later."""
+
+
+class Lane:
+    """Where one queue's words lie, and its command in progress as this worker runs it."""
+
+    __slots__ = (
+        "completion", "cq_head", "cq_tail", "cursor", "index", "need_wakeup", "record", "sq_head",
+        "sq_tail", "submission", "task", "where",
+    )  # fmt: skip
+
+    def __init__(self, index: int, layout: WindowLayout) -> None:
+        control = layout.control(index)
+        self.index = index
+        self.record = s.queue_word(index)
+        self.cursor = s.cursor_word(index)
+        self.where = Where(index, self.record, self.cursor)
+        self.submission = layout.submission(index)
+        self.completion = layout.completion(index)
+        self.sq_tail = (control + SQ_TAIL) // 4
+        self.sq_head = (control + SQ_HEAD) // 4
+        self.cq_head = (control + CQ_HEAD) // 4
+        self.cq_tail = (control + CQ_TAIL) // 4
+        self.need_wakeup = (control + NEED_WAKEUP) // 4
+        self.task: Generator[None, None, Result] | None = None
+
+
+class Frontend:
+    """Serves lanes. Runs on the engine's thread alone."""
+
+    def __init__(
+        self,
+        state: State,
+        window: memoryview,
+        layout: WindowLayout,
+        commands: Commands,
+        contexts: Contexts,
+        set_cause: Callable[[int], None],
+    ) -> None:
+        self._state = state
+        self._u8 = state.u8
+        self._u32 = state.u32
+        self._u64 = state.u64
+        self._window = window
+        self._words = window.cast("I")
+        self._entries = layout.entries
+        self._commands = commands
+        self._contexts = contexts
+        self._set_cause = set_cause
+        self.lanes = [Lane(i, layout) for i in range(layout.queues)]
+
+    # --- the rings --------------------------------------------------------------------------------
+
+    def pending(self, lane: Lane) -> bool:
+        """Whether the lane has something to do: a command in progress or one in its ring."""
+        u32 = self._u32
+        status = u32[lane.record]
+        if status == 0:
+            return False
+        if u32[lane.cursor + s.C_PHASE]:
+            return True
+        done = u32[lane.record + s.Q_DONE]
+        waiting = self._words[lane.sq_tail] - done & _M32
+        if not waiting:
+            return False
+        if waiting > self._entries:
+            return status == _ENABLED
+        return (done - self._words[lane.cq_head] & _M32) < self._entries
+
+    def serve(self, lane: Lane) -> bool:
+        """Do a bounded amount of the lane's work. False when there was none."""
+        u32 = self._u32
+        if u32[lane.cursor + s.C_PHASE]:
+            self._advance(lane)
+            return True
+        words = self._words
+        done = u32[lane.record + s.Q_DONE]
+        waiting = words[lane.sq_tail] - done & _M32
+        if not waiting:
+            return False
+        entries = self._entries
+        if waiting > entries:
+            return self._overrun(lane, waiting)
+        room = entries - (done - words[lane.cq_head] & _M32)
+        if room <= 0:
+            return False
+        slot = done % entries
+        count = min(waiting, room, entries - slot)
+        at = lane.submission + slot * COMMAND_BYTES
+        if count == 1:
+            entry = bytes(self._window[at : at + COMMAND_BYTES])
+            if entry[0] not in _LIGHT or entry[1]:
+                self._begin(lane, entry)
+                return True
+            block = entry
+        else:
+            block = bytes(self._window[at : at + count * COMMAND_BYTES])
+        taken = self._light(lane, done, slot, block, count)
+        if not taken:
+            self._begin(lane, block[:COMMAND_BYTES])
+        return True
+
+    def _light(self, lane: Lane, done: int, slot: int, block: bytes, count: int) -> int:
+        """Complete the leading run of NOPs and FENCEs of ``block``; returns how many they were."""
+        status = 0
+        if self._u32[lane.record] == _FAULTED:
+            status = int(CommandStatus.CONTEXT_STOPPED)
+        words = memoryview(block).cast("I")
+        out = bytearray(count * COMPLETION_BYTES)
+        pack = COMPLETION.pack_into
+        flags = 0
+        taken = 0
+        for taken_at in range(0, count * 16, 16):
+            head = words[taken_at]
+            opcode = head & 0xFFFF
+            if opcode not in _LIGHT:
+                break
+            flags |= head >> 16
+            pack(out, taken * COMPLETION_BYTES, words[taken_at + 1], status, opcode, 0, 0, 0)
+            taken += 1
+        if taken:
+            at = lane.completion + slot * COMPLETION_BYTES
+            size = taken * COMPLETION_BYTES
+            self._window[at : at + size] = memoryview(out)[:size]
+            self._move(lane, done + taken & _M32)
+            self._u64[_COMMANDS] += taken
+            if flags & _INTERRUPT:
+                self._set_cause(Interrupt.COMPLETION)
+        return taken
+
+    def _move(self, lane: Lane, done: int) -> None:
+        """The completion entries before ``done`` count from here on."""
+        self._u32[lane.record + s.Q_DONE] = done
+        self._words[lane.cq_tail] = done
+        self._words[lane.sq_head] = done
+
+    def _overrun(self, lane: Lane, waiting: int) -> bool:
+        """The tail is further ahead than the ring is long: the guest's driver is broken."""
+        if self._u32[lane.record] != _ENABLED:
+            return False
+        text = f"SQ_TAIL is {waiting} entries ahead, the ring has {self._entries}"
+        self._stop(lane, CommandStatus.BAD_ADDRESS, 0, text)
+        return True
+
+    def announce_sleep(self, lanes: Sequence[Lane], asleep: bool) -> None:
+        """Tell the guest whether a moved tail needs a doorbell."""
+        for lane in lanes:
+            self._words[lane.need_wakeup] = asleep
+
+    # --- one command ------------------------------------------------------------------------------
+
+    def _begin(self, lane: Lane, entry: bytes) -> None:
+        at = lane.cursor * 4
+        self._u8[at : at + COMMAND_BYTES] = entry
+        self._u32[lane.cursor + s.C_INDEX] = self._u32[lane.record + s.Q_DONE]
+        self._u32[lane.cursor + s.C_PHASE] = s.PHASE_RUNNING
+        self._u64[_COMMANDS] += 1
+        self._advance(lane)
+
+    def _advance(self, lane: Lane) -> None:
+        """Start, continue or publish the command in the cursor."""
+        if self._u32[lane.cursor + s.C_PHASE] == s.PHASE_RESULT:
+            self._publish(lane)
+            return
+        entry = bytes(self._u8[lane.cursor * 4 : lane.cursor * 4 + COMMAND_BYTES])
+        opcode = entry[0] | entry[1] << 8
+        try:
+            result = self._step(lane, opcode, entry)
+            if result is not None:
+                self._finish(lane, *result)
+        except Interrupted:
+            lane.task = None
+        except Refused as refusal:
+            self._refuse(lane, entry, refusal.status, str(refusal))
+        except (DmaFault, Fault) as fault:
+            self._fault(lane, entry, fault.status, str(fault))
+        except Exception as error:
+            log.exception("queue %d: command %#x failed", lane.index, opcode)
+            self._fault(lane, entry, CommandStatus.DEVICE_ERROR, f"{type(error).__name__}: {error}")
+
+    def _step(self, lane: Lane, opcode: int, entry: bytes) -> Result | None:
+        task = lane.task
+        if task is None:
+            if opcode in _LIGHT:
+                return 0, 0, 0
+            if self._u32[lane.record] == _FAULTED and opcode != Opcode.QUERY:
+                return CommandStatus.CONTEXT_STOPPED, 0, 0
+            handler = self._commands.table.get(opcode)
+            if handler is None:
+                raise Refused(CommandStatus.UNKNOWN_COMMAND, f"unknown command {opcode:#x}")
+            result = handler(lane.where, entry)
+            if isinstance(result, tuple):
+                return result
+            task = lane.task = result
+        try:
+            next(task)
+        except StopIteration as stop:
+            lane.task = None
+            finished: Result = stop.value
+            return finished
+        return None
+
+    def _refuse(self, lane: Lane, entry: bytes, status: CommandStatus, text: str) -> None:
+        self._state.count("refusals")
+        self._note(lane, status, entry, text)
+        self._finish(lane, status, 0, 0)
+
+    def _fault(self, lane: Lane, entry: bytes, status: CommandStatus, text: str) -> None:
+        self._note(lane, status, entry, text)
+        self._stop(lane, status, int.from_bytes(entry[4:8], "little"), text)
+        self._finish(lane, status, 0, 0)
+
+    def _note(self, lane: Lane, status: int, entry: bytes, text: str) -> None:
+        lane.task = None
+        number = self._u32[lane.record + s.Q_CONTEXT]
+        # The fault that stopped a context stays readable, whatever queries are refused later.
+        if number and self._u32[lane.record] != _FAULTED:
+            cookie = int.from_bytes(entry[4:8], "little")
+            self._contexts.note(number - 1, status, cookie, text)
+
+    def _stop(self, lane: Lane, status: int, cookie: int, text: str) -> None:
+        u32 = self._u32
+        if u32[lane.record] == _FAULTED:
+            return
+        log.warning("queue %d stops: %s", lane.index, text)
+        u32[lane.record + s.Q_FAULT] = status
+        u32[lane.record + s.Q_FAULT_COMMAND] = cookie
+        u32[s.R_FAULTS] = min(u32[s.R_FAULTS] + 1, _M32)
+        u32[lane.record] = _FAULTED
+        self._state.count("faults")
+        self._set_cause(Interrupt.FAULT)
+
+    def _finish(self, lane: Lane, status: int, value: int, cycles: int) -> None:
+        cursor, u32, u64 = lane.cursor, self._u32, self._u64
+        self._commands.release(lane.where)
+        u32[cursor + s.C_STATUS] = status
+        u64[(cursor + s.C_VALUE64) // 2] = value
+        u64[(cursor + s.C_COST64) // 2] = cycles
+        total = u64[(lane.record + s.Q_CYCLES64) // 2] + cycles & _M64
+        u64[(cursor + s.C_CYCLES64) // 2] = total
+        u32[cursor + s.C_PHASE] = s.PHASE_RESULT
+        self._publish(lane)
+
+    def _publish(self, lane: Lane) -> None:
+        cursor, u32, u64 = lane.cursor, self._u32, self._u64
+        lane.task = None
+        head = u32[cursor]
+        index = u32[cursor + s.C_INDEX]
+        COMPLETION.pack_into(
+            self._window,
+            lane.completion + index % self._entries * COMPLETION_BYTES,
+            u32[cursor + 1],
+            u32[cursor + s.C_STATUS],
+            head & 0xFFFF,
+            u64[(cursor + s.C_VALUE64) // 2],
+            u64[(cursor + s.C_COST64) // 2],
+            0,
+        )
+        u64[(lane.record + s.Q_CYCLES64) // 2] = u64[(cursor + s.C_CYCLES64) // 2]
+        self._move(lane, index + 1 & _M32)
+        if head >> 16 & _INTERRUPT:
+            self._set_cause(Interrupt.COMPLETION)
+        self._idle(lane)
+
+    def _idle(self, lane: Lane) -> None:
+        at = lane.cursor * 4
+        self._u32[lane.cursor + s.C_PHASE] = s.PHASE_IDLE
+        self._u8[at : at + s.CURSOR_BYTES] = _ZERO_CURSOR
+
+    # --- life of a queue --------------------------------------------------------------------------
+
+    def enable(self, lane: Lane) -> None:
+        """Zero the queue's indices and start it."""
+        page = lane.sq_tail * 4 - SQ_TAIL
+        self._window[page : page + PAGE] = bytes(PAGE)
+        self._u32[lane.record + s.Q_DONE] = 0
+        self._u32[lane.record] = _ENABLED
+
+    def disable(self, lane: Lane) -> None:
+        """Abort the command in progress, close the context, stop the queue; repeatable."""
+        lane.task = None
+        u32, u64 = self._u32, self._u64
+        if u32[lane.cursor + s.C_PHASE]:
+            self._commands.release(lane.where)
+            self._idle(lane)
+        number = u32[lane.record + s.Q_CONTEXT]
+        if number:
+            self._commands.close_context(lane.record, number - 1)
+        cycles = (lane.record + s.Q_CYCLES64) // 2
+        # The clock keeps what the queue did. A crash between the two stores counts it twice; the
+        # other order would lose it, and a clock must not run backwards.
+        u64[s.R_CLOCK64] = u64[s.R_CLOCK64] + u64[cycles] & _M64
+        u64[cycles] = 0
+        u32[lane.record] = int(QueueStatus.DISABLED)
+        self._state.zero(lane.record * 4, s.QUEUE_BYTES)
+
+    def recover(self) -> None:
+        """Take over from a worker that died: finish what must not wait, publish what is decided."""
+        enabled = False
+        for lane in self.lanes:
+            if not self._u32[lane.record]:
+                continue
+            enabled = True
+            self._commands.reclaim(lane.where)
+            phase = self._u32[lane.cursor + s.C_PHASE]
+            if phase == s.PHASE_RUNNING:
+                entry = bytes(self._u8[lane.cursor * 4 : lane.cursor * 4 + COMMAND_BYTES])
+                opcode = entry[0] | entry[1] << 8
+                result = self._commands.recover(lane.where, opcode, entry)
+                if result is not None:
+                    self._finish(lane, *result)
+            elif phase == s.PHASE_RESULT:
+                self._publish(lane)
+            else:
+                self._idle(lane)
+                self._move(lane, self._u32[lane.record + s.Q_DONE])
+        if enabled:
+            # A run of light commands may have ended between its completions and its interrupt.
+            self._set_cause(Interrupt.COMPLETION)
+
+
+_ZERO_CURSOR = bytes(s.CURSOR_BYTES)
+_COMMANDS = s.K["commands"]

@@ -1,0 +1,448 @@
+"""The holder: the process of a function that must not die, and does as little as possible.
+
+It owns what cannot be made again while a VM runs: the listening sockets, the client's connection,
+the three memfds, the reply pipe, and a duplicate of every descriptor that the client sent. It
+starts a zygote, has it fork the worker, watches the worker's channel, and has the next one forked
+when the worker dies. It looks at no message of the client's, with one exception: when it gives up
+it answers itself, because a vfio-user client that is met with silence takes its VM down.
+
+Standard library only; one thread; no state that is not visible in ``status``.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import grp
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from accelvisor.errors import AccelvisorError, ConflictError, SystemFailure, UsageError
+from accelvisor.function import channel as ch
+from accelvisor.function import zygote
+from accelvisor.function.giveup import Answerer
+from accelvisor.function.spec import Spec
+from accelvisor.function.state import STATE_BYTES
+from accelvisor.limits import LIMITS
+
+_CLIENTS = 16
+_REQUEST_BYTES = 64 * 1024
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def _memfd(name: str, size: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def _listen(path: str, group: str = "") -> socket.socket:
+    """A listening socket that nobody could connect to before its permissions were right."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    old = os.umask(0o177)
+    try:
+        if os.path.exists(path):
+            os.unlink(path)
+        sock.bind(path)
+        if group:
+            os.chown(path, -1, grp.getgrnam(group).gr_gid)
+        os.chmod(path, 0o660)
+        sock.listen(_CLIENTS)
+    except (OSError, KeyError) as error:
+        sock.close()
+        raise SystemFailure(
+            f"cannot listen on {path}: {error}", code="function-socket", where="holder",
+            hint="check the directory, its owner and the socket group",
+        ) from error  # fmt: skip
+    finally:
+        os.umask(old)
+    return sock
+
+
+class Holder:
+    """One function's holder."""
+
+    def __init__(self, spec: Spec, clock: Callable[[], float] = time.monotonic) -> None:
+        self._spec = spec
+        self._clock = clock
+        self._poll = select.poll()
+        self._calls: dict[int, Callable[[], None]] = {}
+        self._kept: dict[int, int] = {}
+        self._connection: socket.socket | None = None
+        self._number = 0
+        self._worker: socket.socket | None = None
+        self._worker_pid = 0
+        self._zygote: socket.socket | None = None
+        self._zygote_pid = 0
+        self._warm = False
+        self._starts: deque[float] = deque()
+        self._restarts = 0
+        self._started_at = clock()
+        self._gap_ms = 0.0
+        self._died_at = 0.0
+        self._ready = False
+        self._gave_up = ""
+        self._answerer: Answerer | None = None
+        self._running = True
+        self._clients: dict[int, tuple[socket.socket, bytearray]] = {}
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until SIGTERM or ``shutdown``.
+
+        Raises:
+            ConflictError: another holder serves this function.
+            SystemFailure: a socket cannot be made.
+        """
+        self._refuse_second()
+        self._start_zygote()  # first, so that its imports run beside the rest
+        spec = self._spec
+        wake, self._signals = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._stop())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self._watch(wake, lambda: self._reap(wake))
+        self._memfds = (
+            _memfd("state", STATE_BYTES),
+            _memfd("window", spec.window_bytes),
+            _memfd("memory", spec.memory_bytes),
+        )
+        self._pipe = os.pipe2(os.O_CLOEXEC)
+        self._control = _listen(spec.control_socket)
+        self._vfio = _listen(spec.vfio_socket, spec.socket_group)
+        self._own = _listen(spec.holder_socket)
+        self._watch(self._own.fileno(), self._accept_own)
+        self._watch(self._vfio.fileno(), self._accept_client)
+        try:
+            while self._running:
+                for fd, _ in self._poll.poll():
+                    call = self._calls.get(fd)
+                    if call is not None:
+                        call()
+        finally:
+            self._end()
+
+    def _refuse_second(self) -> None:
+        probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        with probe:
+            try:
+                probe.connect(self._spec.holder_socket)
+            except OSError:
+                return
+        raise ConflictError(
+            f"function {self._spec.uuid} runs already", code="function-running", where="holder",
+            hint="stop it first",
+        )  # fmt: skip
+
+    def _end(self) -> None:
+        for pid in (self._worker_pid, self._zygote_pid):
+            if pid:
+                _kill(pid)
+        for path in (
+            self._spec.vfio_socket, self._spec.control_socket, self._spec.holder_socket,
+        ):  # fmt: skip
+            try:
+                os.unlink(path)
+            except OSError:
+                pass
+
+    def _stop(self) -> None:
+        self._running = False
+
+    def _watch(self, fd: int, call: Callable[[], None]) -> None:
+        self._calls[fd] = call
+        self._poll.register(fd, select.POLLIN)
+
+    def _forget(self, fd: int) -> None:
+        if self._calls.pop(fd, None) is not None:
+            self._poll.unregister(fd)
+
+    def _reap(self, wake: int) -> None:
+        try:
+            os.read(wake, 4096)
+            while os.waitpid(-1, os.WNOHANG) != (0, 0):
+                pass
+        except (BlockingIOError, ChildProcessError):
+            pass
+
+    # --- zygote and worker ------------------------------------------------------------------------
+
+    def _start_zygote(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            signal.set_wakeup_fd(-1)
+            zygote.run(theirs, self._spec)
+        theirs.close()
+        self._zygote, self._zygote_pid, self._warm = ours, pid, False
+        self._watch(ours.fileno(), self._from_zygote)
+
+    def _from_zygote(self) -> None:
+        link = self._zygote
+        if link is None:
+            return
+        data = _receive(link)[0]
+        if ch.unpack(data)[0] == ch.WARM:
+            self._warm = True
+            if self._worker is None:
+                self._start_worker()
+            return
+        # It died. A worker that lives goes on; the next one needs a new zygote.
+        self._forget(link.fileno())
+        link.close()
+        self._zygote, self._zygote_pid = None, 0
+        if self._spend():
+            self._start_zygote()
+
+    def _spend(self) -> bool:
+        """One restart out of the budget; gives up when there is none left."""
+        now = self._clock()
+        while self._starts and now - self._starts[0] > 60:
+            self._starts.popleft()
+        if self._gave_up or len(self._starts) >= LIMITS.worker_restarts_per_minute:
+            self._give_up(f"{len(self._starts)} restarts within a minute")
+            return False
+        self._starts.append(now)
+        return True
+
+    def _start_worker(self) -> None:
+        if self._gave_up or not self._warm or self._zygote is None:
+            return
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        slots = array.array("I", self._kept)
+        fds = [theirs.fileno(), self._control.fileno(), *self._memfds, *self._pipe]
+        if self._connection is not None:
+            fds.append(self._connection.fileno())
+        fds.extend(self._kept.values())
+        number = self._number if self._connection is not None else 0
+        message = ch.pack(ch.FORK, number) + slots.tobytes()
+        try:
+            socket.send_fds(self._zygote, [message], fds)
+        except OSError:
+            ours.close()  # the zygote's end is noticed by its own socket
+            return
+        finally:
+            theirs.close()
+        self._worker = ours
+        self._watch(ours.fileno(), self._from_worker)
+
+    def _from_worker(self) -> None:
+        link = self._worker
+        if link is None:
+            return
+        data, fds = _receive(link)
+        kind, argument = ch.unpack(data)
+        if not data:
+            self._worker_died(link)
+        elif kind == ch.KEEP and len(fds) == 1:
+            self._drop(argument)
+            self._kept[argument] = fds.pop()
+        elif kind == ch.DROP:
+            self._drop(argument)
+        elif kind == ch.GONE and argument == self._number:
+            self._disconnect()
+        elif kind == ch.READY:
+            self._worker_pid = argument
+            if self._died_at:
+                self._gap_ms = (self._clock() - self._died_at) * 1000
+            self._announce()
+        for fd in fds:
+            os.close(fd)
+
+    def _worker_died(self, link: socket.socket) -> None:
+        self._forget(link.fileno())
+        link.close()
+        self._worker, self._worker_pid = None, 0
+        self._died_at = self._clock()
+        if self._running and not self._gave_up and self._spend():
+            self._restarts += 1
+            self._start_worker()
+
+    def _drop(self, slot: int) -> None:
+        fd = self._kept.pop(slot, None)
+        if fd is not None:
+            os.close(fd)
+
+    def _announce(self) -> None:
+        if self._ready:
+            return
+        self._ready = True
+        path = os.environ.get("NOTIFY_SOCKET", "")
+        if path:
+            address = "\0" + path[1:] if path.startswith("@") else path
+            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+                try:
+                    sock.sendto(b"READY=1", address)
+                except OSError as error:
+                    print(f"cannot notify {path}: {error}", file=sys.stderr)
+
+    # --- the client -------------------------------------------------------------------------------
+
+    def _accept_client(self) -> None:
+        try:
+            self._connection, _ = self._vfio.accept()
+        except OSError:
+            return
+        self._forget(self._vfio.fileno())  # one client at a time; the next waits in the backlog
+        self._number += 1
+        if self._gave_up:
+            self._take_over()
+        elif self._worker is not None:
+            try:
+                message = ch.pack(ch.CONNECT, self._number)
+                socket.send_fds(self._worker, [message], [self._connection.fileno()])
+            except OSError:
+                pass  # it just died; its successor gets the connection when it is forked
+
+    def _disconnect(self) -> None:
+        if self._connection is None:
+            return
+        self._forget(self._connection.fileno())
+        self._connection.close()
+        self._connection = self._answerer = None
+        for slot in list(self._kept):
+            self._drop(slot)
+        self._watch(self._vfio.fileno(), self._accept_client)
+
+    # --- giving up --------------------------------------------------------------------------------
+
+    def _give_up(self, reason: str) -> None:
+        """No more workers: answer the client from here on, never be silent."""
+        if self._gave_up:
+            return
+        self._gave_up = reason
+        print(f"function {self._spec.uuid}: gave up: {reason}", file=sys.stderr, flush=True)
+        link = self._worker
+        if link is not None:
+            if self._worker_pid:
+                _kill(self._worker_pid)
+            else:
+                link.shutdown(socket.SHUT_RDWR)  # it has not said who it is: it ends by itself
+            while link.fileno() in self._calls:
+                self._from_worker()  # until it is gone: two may not use one connection
+        if self._connection is not None:
+            self._take_over()
+
+    def _take_over(self) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        self._answerer = Answerer(self._memfds[0], connection, self._pipe)
+        self._watch(connection.fileno(), self._answer)
+        if not self._answerer.resume():
+            self._disconnect()
+
+    def _answer(self) -> None:
+        if self._answerer is not None and not self._answerer.answer():
+            self._disconnect()
+
+    # --- holder.sock ------------------------------------------------------------------------------
+
+    def _accept_own(self) -> None:
+        try:
+            client, _ = self._own.accept()
+        except OSError:
+            return
+        if len(self._clients) >= _CLIENTS:
+            client.close()
+            return
+        client.setblocking(False)
+        fd = client.fileno()
+        self._clients[fd] = (client, bytearray())
+        self._watch(fd, lambda: self._from_own(fd))
+
+    def _from_own(self, fd: int) -> None:
+        client, buffer = self._clients[fd]
+        try:
+            data = client.recv(4096)
+            buffer += data
+            while data and (end := buffer.find(0)) >= 0:
+                request = bytes(buffer[:end])
+                del buffer[: end + 1]
+                client.sendall(json.dumps(self._handle(request)).encode() + b"\0")
+        except OSError:
+            data = b""
+        if not data or len(buffer) > _REQUEST_BYTES:
+            self._forget(fd)
+            del self._clients[fd]
+            client.close()
+
+    def _handle(self, raw: bytes) -> dict[str, Any]:
+        methods: dict[str, Callable[[], dict[str, Any]]] = {
+            "status": self._status,
+            "kill-worker": self._kill_worker,
+            "give-up": self._asked_to_give_up,
+            "shutdown": self._shutdown,
+        }
+        try:
+            try:
+                method = json.loads(raw)["method"]
+                call = methods[method]
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                raise UsageError(
+                    f"not a request: {error}", where="holder", hint="methods: " + ", ".join(methods)
+                ) from error
+            return {"parameters": call()}
+        except AccelvisorError as error:
+            return {"error": error.to_dict()}
+
+    def _status(self) -> dict[str, Any]:
+        return {
+            "uuid": self._spec.uuid,
+            "ready": self._ready and not self._gave_up,
+            "gave_up": self._gave_up,
+            "connected": self._connection is not None,
+            "connection": self._number,
+            "holder_pid": os.getpid(),
+            "zygote_pid": self._zygote_pid,
+            "worker_pid": self._worker_pid,
+            "worker_restarts": self._restarts,
+            "last_restart_ms": round(self._gap_ms, 3),
+            "kept_descriptors": len(self._kept),
+            "uptime_s": round(self._clock() - self._started_at, 3),
+        }
+
+    def _kill_worker(self) -> dict[str, Any]:
+        pid = self._worker_pid
+        if not pid:
+            raise ConflictError("there is no worker now", code="no-worker", where="holder")
+        _kill(pid)
+        return {"worker_pid": pid}
+
+    def _asked_to_give_up(self) -> dict[str, Any]:
+        self._give_up("asked to")
+        return {"gave_up": self._gave_up}
+
+    def _shutdown(self) -> dict[str, Any]:
+        self._stop()
+        return {}
+
+
+def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
+    """One datagram; empty at the end. A reset is reported once, before what is still queued."""
+    for _ in range(2):
+        try:
+            data, fds, _, _ = socket.recv_fds(link, ch.MESSAGE_BYTES, 1)
+            return data, fds
+        except ConnectionResetError:
+            continue
+    return b"", []
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

@@ -1,0 +1,303 @@
+"""LAUNCH: from a program and its bindings to tiles on device memory.
+
+What can be computed once is: validation and planning at upload (kernels.prepare), arrays and
+hazards when a set of bindings is first launched. The loop that is left moves one 64-bit position
+(repeat, operation, tile) in the state memfd, from which any worker can go on.
+
+An operand that is read and overlaps one that is written by the same operation (SGD in place,
+aliased bindings) is first copied to scratch memory; the copy is marked valid in the cursor, and
+then read in its stead, by this worker and by the next. So a tile never reads what a tile writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from accelvisor.abi.programs import Program, Role, decode
+from accelvisor.abi.status import CommandStatus
+from accelvisor.errors import ProgramError
+from accelvisor.function import state as s
+from accelvisor.function.objects import TENSOR, Memory, Object, Objects, Refused
+from accelvisor.function.pool import Pool
+from accelvisor.function.state import State
+from accelvisor.kernels import programs as kernels
+
+_ALIGN = 64  # a cache line and the widest vector register: no kernel wants more
+_CACHED_PROGRAMS = 256
+_CACHED_LAUNCHES = 256
+#: A tile shorter than this is not worth handing to another core.
+_PARALLEL_S = 60e-6
+
+Array = npt.NDArray[Any]
+
+
+def aligned(n: int) -> int:
+    return (n + _ALIGN - 1) // _ALIGN * _ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A validated program. ``temporaries`` are (slot, offset from the object's start)."""
+
+    program: Program
+    plan: tuple[kernels.PlannedOperation, ...]
+    arguments: tuple[int, ...]
+    temporaries: tuple[tuple[int, int], ...]
+    extent: int
+    cycles: int
+
+
+class Codes:
+    """Validated programs by the SHA-256 of their bytes; rebuilt from device memory on demand."""
+
+    def __init__(self) -> None:
+        self._by_digest: OrderedDict[bytes, Code] = OrderedDict()
+
+    def load(self, raw: bytes) -> tuple[bytes, Code]:
+        """Digest and code of a program's bytes.
+
+        Raises:
+            ProgramError: it is not a valid program.
+        """
+        digest = hashlib.sha256(raw).digest()
+        code = self._by_digest.get(digest)
+        if code is None:
+            code = self._by_digest[digest] = _build(raw)
+            if len(self._by_digest) > _CACHED_PROGRAMS:
+                self._by_digest.popitem(last=False)
+        else:
+            self._by_digest.move_to_end(digest)
+        return digest, code
+
+    def of(self, found: Object, memory: Memory) -> Code:
+        """Code of a program object."""
+        code = self._by_digest.get(found.digest)
+        if code is None:
+            raw = bytes(memory.view[found.address : found.address + found.nbytes])
+            _, code = self.load(raw)
+        return code
+
+
+def _build(raw: bytes) -> Code:
+    program = decode(raw)
+    plan = kernels.prepare(program)
+    for operation in plan:
+        if operation.tiles >= s.POSITION_TILES:
+            raise ProgramError(
+                f"{operation.tiles} tiles, the limit is {s.POSITION_TILES}",
+                where=f"instruction {operation.index}",
+                hint="split the tensors",
+            )
+    at = aligned(len(raw))
+    temporaries = []
+    for index, slot in enumerate(program.slots):
+        if slot.role is Role.TEMPORARY:
+            temporaries.append((index, at))
+            at = aligned(at + slot.nbytes)
+    return Code(
+        program, plan, program.arguments(), tuple(temporaries), at, sum(o.cost.cycles for o in plan)
+    )
+
+
+@dataclass(slots=True)
+class Step:
+    """One operation on concrete memory. ``hazards`` are positions that need a snapshot."""
+
+    operation: kernels.PlannedOperation
+    arrays: list[Array]
+    hazards: tuple[int, ...]
+    #: with hazards: the arrays with scratch in their place, once scratch is allocated
+    safe: list[Array] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Launch:
+    """A program on concrete memory."""
+
+    code: Code
+    steps: list[Step]
+    scratch: int  # bytes, 0 when no operation has a hazard
+
+
+class Launcher:
+    """Resolves and runs launches. Only the engine's thread calls it."""
+
+    def __init__(
+        self, state: State, memory: Memory, objects: Objects, codes: Codes, pool: Pool
+    ) -> None:
+        self._state = state
+        self._memory = memory
+        self._objects = objects
+        self._codes = codes
+        self._pool = pool
+        self._cache: OrderedDict[tuple[int, int, bytes], Launch] = OrderedDict()
+        self._version = -1
+
+    def resolve(self, program: Object, context: int, bindings: bytes) -> Launch:
+        """Check ``bindings`` (packed BINDING records) and build the arrays.
+
+        Raises:
+            Refused: BAD_HANDLE or BINDING_MISMATCH.
+        """
+        if self._version != self._objects.version:
+            self._cache.clear()
+            self._version = self._objects.version
+        key = (context, program.handle, bindings)
+        launch = self._cache.get(key)
+        if launch is None:
+            launch = self._cache[key] = self._build(program, context, bindings)
+            if len(self._cache) > _CACHED_LAUNCHES:
+                self._cache.popitem(last=False)
+        return launch
+
+    def _build(self, program: Object, context: int, bindings: bytes) -> Launch:
+        code = self._codes.of(program, self._memory)
+        slots = code.program.slots
+        addresses = {slot: program.address + at for slot, at in code.temporaries}
+        words = np.frombuffer(bindings, "<u8")
+        for n, index in enumerate(code.arguments):
+            handle, offset = int(words[2 * n]), int(words[2 * n + 1])
+            tensor = self._objects.get(handle, context, TENSOR)
+            slot = slots[index]
+            if tensor.dtype is not slot.dtype:
+                raise _mismatch(index, f"is {slot.dtype.label}, the tensor has another type")
+            if offset % slot.dtype.itemsize or offset + slot.nbytes > tensor.nbytes:
+                raise _mismatch(
+                    index, f"needs {slot.nbytes} bytes at {offset}, the tensor has {tensor.nbytes}"
+                )
+            addresses[index] = tensor.address + offset
+        views = [
+            np.ndarray(slot.shape, slot.dtype.label, self._memory.map, addresses[i])
+            if slot.nbytes
+            else np.empty(slot.shape, slot.dtype.label)
+            for i, slot in enumerate(slots)
+        ]
+        for i, slot in enumerate(slots):
+            if slot.role is Role.INPUT:
+                views[i].flags.writeable = False
+        spans = [(addresses[i], addresses[i] + slot.nbytes) for i, slot in enumerate(slots)]
+        steps = [self._step(operation, views, spans) for operation in code.plan]
+        scratch = max((_scratch_bytes(step) for step in steps), default=0)
+        return Launch(code, steps, scratch)
+
+    def _step(
+        self,
+        operation: kernels.PlannedOperation,
+        views: Sequence[Array],
+        spans: Sequence[tuple[int, int]],
+    ) -> Step:
+        slots = operation.operands
+        written = [spans[slots[p]] for p in operation.writes]
+        for a in range(len(written)):
+            for b in range(a):
+                if _overlap(written[a], written[b]):
+                    raise Refused(
+                        CommandStatus.BINDING_MISMATCH,
+                        f"instruction {operation.index} writes two operands to the same memory",
+                    )
+        hazards = tuple(
+            p for p in operation.reads if any(_overlap(spans[slots[p]], w) for w in written)
+        )
+        return Step(operation, [views[slot] for slot in slots], hazards)
+
+    def place(self, launch: Launch, scratch: int) -> None:
+        """Lay the snapshots of each step out in scratch memory at device address ``scratch``."""
+        for step in launch.steps:
+            if not step.hazards:
+                continue
+            step.safe = list(step.arrays)
+            at = scratch
+            for p in step.hazards:
+                array = step.arrays[p]
+                step.safe[p] = np.ndarray(array.shape, array.dtype, self._memory.map, at)
+                at = aligned(at + array.nbytes)
+
+    def run(
+        self, launch: Launch, cursor: int, repeat: int, attention: Callable[[], bool]
+    ) -> Iterator[None]:
+        """Run from the position in the cursor to the end; yields at tile boundaries when
+        ``attention`` says that something else wants the engine.
+
+        Raises:
+            whatever a kernel raises.
+        """
+        u64 = self._state.u64
+        at = (cursor + s.C_POSITION64) // 2
+        mark = (cursor + s.C_SNAPSHOT64) // 2
+        steps = launch.steps
+        position = u64[at]
+        turn, index, tile = position >> 32, position >> 20 & 0xFFF, position & 0xF_FFFF
+        clock = time.perf_counter
+        parallel = self._pool.cores > 1
+        while turn < repeat:
+            while index < len(steps):
+                step = steps[index]
+                operation = step.operation
+                tiles = operation.tiles
+                base = turn << 32 | index << 20
+                arrays = step.arrays
+                if step.hazards:
+                    arrays = step.safe
+                    key = (turn << 12 | index) + 1
+                    if u64[mark] != key:
+                        for p in step.hazards:
+                            np.copyto(arrays[p], step.arrays[p])
+                        u64[mark] = key
+                        self._state.count("snapshots")
+                while tile < tiles:
+                    began = clock()
+                    operation.run_tile(arrays, tile)
+                    tile += 1
+                    u64[at] = base | tile
+                    if attention():
+                        yield
+                    elif parallel and tile + 1 < tiles and clock() - began > _PARALLEL_S:
+                        tile = self._side_by_side(step, arrays, base, at, tile, attention)
+                        if tile < tiles:
+                            yield
+                self._state.count("tiles", tiles)
+                index += 1
+                tile = 0
+                u64[at] = turn << 32 | index << 20
+            self._state.count("instructions", len(steps))
+            turn += 1
+            index = 0
+            u64[at] = turn << 32
+            if attention():
+                yield
+
+    def _side_by_side(
+        self,
+        step: Step,
+        arrays: Sequence[Array],
+        base: int,
+        at: int,
+        tile: int,
+        attention: Callable[[], bool],
+    ) -> int:
+        u64 = self._state.u64
+
+        def progress(low: int) -> None:
+            u64[at] = base | low
+
+        return self._pool.run(step.operation, arrays, tile, progress, attention)
+
+
+def _scratch_bytes(step: Step) -> int:
+    return sum(aligned(step.arrays[p].nbytes) for p in step.hazards)
+
+
+def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[0] < b[1] and b[0] < a[1]
+
+
+def _mismatch(slot: int, text: str) -> Refused:
+    return Refused(CommandStatus.BINDING_MISMATCH, f"slot {slot} {text}")

@@ -1,0 +1,143 @@
+"""What one function is: the ``spec.json`` that the daemon writes and the holder reads.
+
+Standard library only, because the holder imports it. The file comes from the daemon, but a person
+may have edited it, so each field is checked and each refusal names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import uuid as uuid_module
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from accelvisor.abi.registers import PAGE, WindowLayout
+from accelvisor.errors import ConfigError
+from accelvisor.limits import KIB, LIMITS
+
+#: A UNIX socket's path has 107 bytes and its NUL.
+_SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One function. Sizes in bytes; ``socket_group`` is a group name, empty for none."""
+
+    uuid: str
+    profile: str
+    cores: int
+    chips: int
+    memory_bytes: int
+    window_bytes: int
+    queues: int
+    ring_entries: int
+    vfio_socket: str
+    holder_socket: str
+    control_socket: str
+    socket_group: str = ""
+
+    @property
+    def layout(self) -> WindowLayout:
+        """Where rings and staging lie in the window."""
+        return WindowLayout(self.queues, self.ring_entries)
+
+    @property
+    def uuid_bytes(self) -> bytes:
+        """The UUID in RFC 4122 order."""
+        return uuid_module.UUID(self.uuid).bytes
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
+
+
+def parse(fields: object, *, where: str = "spec") -> Spec:
+    """Check a decoded ``spec.json``.
+
+    Raises:
+        ConfigError: a field is missing, unknown, of another type or out of range.
+    """
+    if not isinstance(fields, dict):
+        raise _bad(where, "the specification is not a JSON object")
+    known = Spec.__dataclass_fields__
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise _bad(where, f"unknown field {unknown[0]!r}")
+    values: dict[str, int | str] = {}
+    for name, declared in known.items():
+        if name not in fields and name != "socket_group":
+            raise _bad(where, f"field {name!r} is missing")
+        value = fields.get(name, "")
+        wanted = int if declared.type == "int" else str
+        if type(value) is not wanted:
+            raise _bad(where, f"field {name!r} must be {wanted.__name__}, it is {value!r}")
+        values[name] = value
+    _check(values, where)
+    return Spec(**values)  # type: ignore[arg-type]
+
+
+def load(path: str) -> Spec:
+    """Read and check a specification file.
+
+    Raises:
+        ConfigError: it cannot be read, is not JSON, or a field is wrong.
+    """
+    where = f"spec:{path}"
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(64 * KIB + 1)
+    except OSError as error:
+        raise _bad(where, f"cannot read it: {error.strerror}") from error
+    if len(raw) > 64 * KIB:
+        raise _bad(where, "larger than 64 KiB")
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _bad(where, f"not JSON: {error}") from error
+    return parse(fields, where=where)
+
+
+def _check(values: Mapping[str, int | str], where: str) -> None:
+    def number(name: str, low: int, high: int) -> int:
+        value = values[name]
+        if not isinstance(value, int) or not low <= value <= high:
+            raise _bad(where, f"field {name!r} is {value}, it must be {low}..{high}")
+        return value
+
+    try:
+        canonical = str(uuid_module.UUID(str(values["uuid"])))
+    except ValueError:
+        canonical = ""
+    if canonical != values["uuid"]:
+        raise _bad(where, f"field 'uuid' is no lower-case UUID: {values['uuid']!r}")
+    number("cores", 1, 256)
+    number("chips", 1, 256)
+    number("memory_bytes", PAGE, LIMITS.memory_bytes)
+    if int(values["memory_bytes"]) % PAGE:
+        raise _bad(where, f"field 'memory_bytes' is not a multiple of {PAGE}")
+    queues = number("queues", 1, LIMITS.queues)
+    for name, low, high in (
+        ("ring_entries", 2, LIMITS.ring_entries),
+        ("window_bytes", PAGE, LIMITS.window_bytes),
+    ):
+        value = number(name, low, high)
+        if value & (value - 1):
+            raise _bad(where, f"field {name!r} is {value}, it must be a power of two")
+    staging = WindowLayout(queues, int(values["ring_entries"])).staging
+    if int(values["window_bytes"]) < staging + PAGE:
+        raise _bad(where, f"field 'window_bytes' must exceed the {staging} bytes of the rings")
+    for name in ("vfio_socket", "holder_socket", "control_socket"):
+        path = str(values[name])
+        if not os.path.isabs(path) or "\0" in path:
+            raise _bad(where, f"field {name!r} must be an absolute path: {path!r}")
+        if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
+            raise _bad(where, f"field {name!r} exceeds {_SOCKET_PATH_BYTES} bytes: {path}")
+
+
+def _bad(where: str, message: str) -> ConfigError:
+    return ConfigError(
+        message,
+        code="spec-invalid",
+        where=where,
+        hint="accelvisord writes this file; delete and create the function again",
+    )

@@ -1,0 +1,111 @@
+"""Is a state section of the device's own making? Checked before a loaded state takes effect.
+
+The rest of the worker trusts its state: addresses in the object table become numpy arrays, queue
+numbers become offsets. So everything that is used as an index or an address is checked here.
+"""
+
+from __future__ import annotations
+
+from accelvisor.abi.dtypes import DType
+from accelvisor.abi.registers import PAGE, QueueStatus
+from accelvisor.errors import StateError
+from accelvisor.function import state as s
+from accelvisor.function.objects import PROGRAM, RECORD, TENSOR
+from accelvisor.function.spec import Spec
+
+
+def check_state(section: bytes | bytearray | memoryview, spec: Spec) -> None:
+    """``section`` is the state from PCI_AT to DIGEST_END.
+
+    Raises:
+        StateError: a record is impossible.
+    """
+    base = s.PCI_AT
+    words = memoryview(section).cast("I")
+    extents: list[tuple[int, int]] = []
+    owners = _check_contexts(words, base, spec)
+    for queue in range(s.QUEUES):
+        _check_queue(words, base, queue, spec, owners, extents)
+    for slot in range(s.OBJECTS):
+        at = s.object_at(slot) - base
+        if words[at // 4]:
+            _check_object(section, at, slot, owners, extents)
+    extents.sort()
+    end = 0
+    for address, size in extents:
+        if address < end or address % PAGE or size % PAGE:
+            raise _bad(f"extent at {address:#x} overlaps another or is not aligned")
+        end = address + size
+    if end > spec.memory_bytes:
+        raise _bad(f"an extent ends at {end:#x}, beyond the device's memory")
+
+
+def _check_contexts(words: memoryview, base: int, spec: Spec) -> dict[int, int]:
+    """Context number -> queue."""
+    owners: dict[int, int] = {}
+    for context in range(s.CONTEXTS):
+        queue = words[(s.context_at(context) - base) // 4]
+        if queue:
+            if queue > spec.queues or queue - 1 in owners.values():
+                raise _bad(f"context {context} belongs to queue {queue - 1}")
+            owners[context] = queue - 1
+    return owners
+
+
+def _check_queue(
+    words: memoryview,
+    base: int,
+    queue: int,
+    spec: Spec,
+    owners: dict[int, int],
+    extents: list[tuple[int, int]],
+) -> None:
+    record = s.queue_word(queue) - base // 4
+    cursor = s.cursor_word(queue) - base // 4
+    status = words[record + s.Q_STATUS]
+    if status > max(QueueStatus) or (status and queue >= spec.queues):
+        raise _bad(f"queue {queue} has status {status}")
+    context = words[record + s.Q_CONTEXT]
+    if context and owners.get(context - 1) != queue:
+        raise _bad(f"queue {queue} claims context {context - 1}")
+    if words[record + s.Q_CLOSING] > 2 or words[cursor + s.C_PHASE] > s.PHASE_RESULT:
+        raise _bad(f"queue {queue} is in an unknown phase")
+    if words[cursor + s.C_BINDINGS] > s.SLOTS + 1 or words[cursor + s.C_INTENT] > s.OBJECTS:
+        raise _bad(f"the cursor of queue {queue} is out of range")
+    at = cursor + s.C_SCRATCH64
+    address, size = (words[at + n] | words[at + n + 1] << 32 for n in (0, 2))
+    if size:
+        extents.append((address, size))
+
+
+def _check_object(
+    section: bytes | bytearray | memoryview,
+    at: int,
+    slot: int,
+    owners: dict[int, int],
+    extents: list[tuple[int, int]],
+) -> None:
+    kind, _, context, dtype, rank, _, *rest = RECORD.unpack_from(section, at)
+    dims, (address, nbytes, extent, _) = rest[:8], rest[8:]
+    if kind not in (TENSOR, PROGRAM) or context not in owners or rank > 8 or any(dims[rank:]):
+        raise _bad(f"object {slot} is impossible")
+    if kind == TENSOR:
+        if dtype not in {int(d) for d in DType}:
+            raise _bad(f"object {slot} has an unknown dtype")
+        expected = DType(dtype).itemsize
+        for dim in dims[:rank]:
+            expected *= dim
+        if expected != nbytes:
+            raise _bad(f"object {slot} has {nbytes} bytes, its shape has {expected}")
+    if nbytes > extent:
+        raise _bad(f"object {slot} is larger than its extent")
+    if extent:
+        extents.append((address, extent))
+
+
+def _bad(why: str) -> StateError:
+    return StateError(
+        f"the saved state is damaged: {why}", where="migration", hint="save it again at its source"
+    )
+
+

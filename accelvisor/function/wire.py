@@ -1,0 +1,305 @@
+"""The vfio-user connection as a worker uses it that may be killed between any two instructions.
+
+QEMU never reconnects, aborts when a request stays unread by a dead server, and is lost when half
+a reply or a second reply arrives. So every step leaves enough in the state memfd, or in the
+kernel, for the next worker to go on without asking anybody.
+
+Receiving: the message is *peeked*, its bytes go into the receive record and its descriptors to
+the holder; then it is consumed by a plain recv, which drops the socket's copies of the
+descriptors. One 64-bit word (bytes consumed, bytes recorded) says where that stands. Whether the
+last recv happened is answered by the socket itself: if its head still equals the recorded bytes,
+it did not. (Requests carry a counter, so two that follow each other differ.)
+
+Sending: a reply goes into the send record, from there into a pipe, and from the pipe into the
+socket by splice(2). Both pipe ends are the holder's and outlive the worker, so what is left in
+the pipe *is* what has not been sent: the question "did it go out?" never arises. Only a reply
+that carries a descriptor cannot take this way: it is sent by one sendmsg between two marks and,
+should a worker die between them, never repeated (a duplicate breaks the connection for good, and
+such replies occur while a device is being realised, not in operation).
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import socket
+import struct
+import termios
+import threading
+from collections.abc import Callable, Sequence
+
+from accelvisor.function import state as s
+from accelvisor.function.state import State
+from accelvisor.limits import LIMITS
+from accelvisor.vfio_user.protocol import HEADER, HEADER_BYTES
+from accelvisor.vfio_user.wire import broken, check_header, close_fds
+
+_PEEK_BYTES = 4096
+_MAX_FDS = LIMITS.vfio_message_fds
+_ANCILLARY = socket.CMSG_SPACE(_MAX_FDS * 4)
+#: Fits an empty pipe of the default size whole, so that one write into it never blocks.
+_PIPE_BYTES = 32 * 1024
+
+_RX64 = s.RX_AT // 8  # consumed | recorded << 32
+_RX_FDS = s.RX_AT // 4 + 2  # number of descriptors, then their slots
+_TX64 = s.TX_AT // 8  # total | flags, 0 when nothing is being sent
+_TXP64 = _TX64 + 1  # bytes sent before this chunk | bytes of the chunk that entered the pipe << 32
+_REPLY = 1 << 62  # the receive record is answered by this
+_DIRECT = 1 << 61  # carries a descriptor
+
+_LOW = 0xFFFF_FFFF
+
+
+class Disconnected(Exception):  # noqa: N818 - the ordinary end of a connection
+    """The client is gone."""
+
+
+class Wire:
+    """One connection. One thread receives; any thread sends.
+
+    Args:
+        keep: gives a received descriptor to the holder and returns its slot; it may refuse by
+            raising, after it closed the descriptor.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        connection: socket.socket,
+        pipe: tuple[int, int],
+        keep: Callable[[int], int],
+    ) -> None:
+        self._state = state
+        self._u32 = state.u32
+        self._u64 = state.u64
+        self._socket = connection
+        self._fd = connection.fileno()
+        self._out, self._in = pipe
+        self._keep = keep
+        self._lock = threading.Lock()
+        self._scratch = bytearray(_PEEK_BYTES)
+
+    # --- receiving -------------------------------------------------------------------------------
+
+    def receive(self) -> bytes | None:
+        """Take what the socket has of the current message; the message if that completes it.
+
+        The message stays in the receive record until :meth:`answer`; :meth:`slots` are its
+        descriptors. None: come back when the socket is readable.
+
+        Raises:
+            Disconnected: end of stream.
+            ProtocolError: bytes that cannot be followed.
+        """
+        u64 = self._u64
+        have = u64[_RX64] & _LOW
+        data, fds = self._peek(_PEEK_BYTES)
+        if not data and not fds:
+            return None
+        try:
+            size = self._size(data if not have else bytes(self._record(have)) + data)
+            if size == len(data) and not have and not fds and size >= HEADER_BYTES:
+                # The common case in one go: a whole small message without descriptors.
+                at = s.RX_DATA_AT
+                self._state.u8[at : at + size] = data
+                u64[_RX64] = size << 32
+                self._socket.recv_into(self._scratch, size)
+                u64[_RX64] = size
+                return data
+        except BaseException:
+            close_fds(fds)
+            raise
+        if len(data) > size - have:
+            # Part of the next message came along, perhaps with its descriptors: look again.
+            close_fds(fds)
+            data, fds = self._peek(size - have)
+        return self._take(have, size, data, fds)
+
+    def _peek(self, count: int) -> tuple[bytes, list[int]]:
+        try:
+            data, ancillary, flags, _ = self._socket.recvmsg(
+                count, _ANCILLARY, socket.MSG_PEEK | socket.MSG_DONTWAIT
+            )
+        except BlockingIOError:
+            return b"", []
+        except OSError as error:
+            raise Disconnected(str(error)) from error
+        fds: list[int] = []
+        for level, kind, raw in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                numbers = array.array("i")
+                numbers.frombytes(raw[: len(raw) // 4 * 4])
+                fds.extend(numbers)
+        if flags & socket.MSG_CTRUNC:
+            close_fds(fds)
+            raise broken(f"more than {_MAX_FDS} descriptors in one message")
+        if not data:
+            raise Disconnected("end of stream")
+        return data, fds
+
+    def _size(self, prefix: bytes) -> int:
+        """Bytes of the current message, or of its header while that is not complete."""
+        if len(prefix) < HEADER_BYTES:
+            return HEADER_BYTES
+        _, _, size, flags, _ = HEADER.unpack_from(prefix)
+        check_header(size, flags, LIMITS.vfio_message_bytes)
+        return int(size)
+
+    def _take(self, have: int, size: int, data: bytes, fds: Sequence[int]) -> bytes | None:
+        u64 = self._u64
+        self._adopt(fds)
+        at = s.RX_DATA_AT + have
+        self._state.u8[at : at + len(data)] = data
+        u64[_RX64] = have | len(data) << 32
+        self._consume(len(data))
+        have += len(data)
+        u64[_RX64] = have
+        if have < HEADER_BYTES:
+            return None
+        # The header may have been completed just now, and say that there is more to come.
+        size = self._size(bytes(self._record(have)[:HEADER_BYTES]))
+        return bytes(self._record(size)) if have >= size else None
+
+    def _adopt(self, fds: Sequence[int]) -> None:
+        u32 = self._u32
+        for n, fd in enumerate(fds):
+            count = u32[_RX_FDS]
+            if count >= _MAX_FDS:
+                close_fds(fds[n:])
+                raise broken(f"more than {_MAX_FDS} descriptors in one message")
+            u32[_RX_FDS + 1 + count] = self._keep(fd)
+            u32[_RX_FDS] = count + 1
+
+    def _consume(self, count: int) -> None:
+        # One call for all of it: a worker killed between two would leave half a message consumed.
+        if count > len(self._scratch):
+            self._scratch = bytearray(count)
+        got = self._socket.recv_into(self._scratch, count)
+        if got != count:
+            raise Disconnected(f"{got} of {count} bytes that had been there")
+
+    def _record(self, count: int) -> memoryview:
+        return self._state.u8[s.RX_DATA_AT : s.RX_DATA_AT + count]
+
+    def slots(self) -> list[int]:
+        """The holder's slots of the descriptors that came with the current message."""
+        count = self._u32[_RX_FDS]
+        return list(self._u32[_RX_FDS + 1 : _RX_FDS + 1 + count])
+
+    # --- sending ---------------------------------------------------------------------------------
+
+    def answer(self, data: bytes | None, fds: Sequence[int] = ()) -> None:
+        """Answer the received message and forget it; ``None`` when it wants no reply.
+
+        Raises:
+            Disconnected: the client is gone.
+        """
+        if data is None:
+            self._forget()
+            return
+        with self._lock:
+            self._start(data, _REPLY | (_DIRECT if fds else 0))
+            self._forget()
+            if fds:
+                self._direct(data, fds)
+            else:
+                self._pump(len(data))
+            self._u64[_TX64] = 0
+
+    def send(self, data: bytes) -> None:
+        """Send a message of our own (a DMA request). Raises Disconnected."""
+        with self._lock:
+            self._start(data, 0)
+            self._pump(len(data))
+            self._u64[_TX64] = 0
+
+    def _start(self, data: bytes, flags: int) -> None:
+        at = s.TX_DATA_AT
+        self._state.u8[at : at + len(data)] = data
+        self._u64[_TXP64] = 0
+        self._u64[_TX64] = len(data) | flags
+
+    def _forget(self) -> None:
+        self._u64[_RX64] = 0
+        if self._u32[_RX_FDS]:
+            self._u32[_RX_FDS] = 0
+
+    def _pump(self, total: int) -> None:
+        """Chunk by chunk through the pipe, from wherever the progress word says."""
+        u64, u8 = self._u64, self._state.u8
+        sent = u64[_TXP64] & _LOW
+        while sent < total:
+            count = u64[_TXP64] >> 32
+            left = count
+            if not count:
+                count = min(_PIPE_BYTES, total - sent)
+                left = self._piped()
+                if not left:
+                    at = s.TX_DATA_AT + sent
+                    left = os.write(self._in, u8[at : at + count])
+                u64[_TXP64] = sent | count << 32
+            else:
+                left = self._piped()
+            while left:
+                try:
+                    left -= os.splice(self._out, self._fd, left)
+                except OSError as error:
+                    raise Disconnected(str(error)) from error
+            sent += count
+            u64[_TXP64] = sent
+
+    def _piped(self) -> int:
+        return int(struct.unpack("i", fcntl.ioctl(self._out, termios.FIONREAD, bytes(4)))[0])
+
+    def _direct(self, data: bytes, fds: Sequence[int]) -> None:
+        try:
+            sent = socket.send_fds(self._socket, [data], list(fds))
+            if sent < len(data):
+                self._socket.sendall(data[sent:])
+        except OSError as error:
+            raise Disconnected(str(error)) from error
+
+    # --- taking over -----------------------------------------------------------------------------
+
+    def resume(self) -> bytes | None:
+        """Finish what a predecessor began. Returns a message that it consumed and did not answer.
+
+        Raises:
+            Disconnected: the client is gone.
+        """
+        u64 = self._u64
+        sending = u64[_TX64]
+        if sending:
+            if sending & _REPLY:
+                self._forget()
+            if not sending & _DIRECT:
+                self._pump(sending & _LOW)
+            u64[_TX64] = 0
+        have, recorded = u64[_RX64] & _LOW, u64[_RX64] >> 32
+        if recorded:
+            expected = bytes(self._state.u8[s.RX_DATA_AT + have : s.RX_DATA_AT + have + recorded])
+            head, fds = self._head(recorded)
+            close_fds(fds)
+            if head != expected:
+                have += recorded
+            elif not have:
+                self._forget()
+            u64[_RX64] = have
+        if have < HEADER_BYTES:
+            return None
+        size = self._size(bytes(self._record(HEADER_BYTES)))
+        return bytes(self._record(size)) if have >= size else None
+
+    def _head(self, count: int) -> tuple[bytes, list[int]]:
+        try:
+            return self._peek(count)
+        except Disconnected:
+            return b"", []
+
+    def discard(self) -> None:
+        """Forget both records and empty the pipe: the connection is over."""
+        self._forget()
+        self._u64[_TX64] = 0
+        while left := self._piped():
+            os.read(self._out, left)

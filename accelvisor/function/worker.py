@@ -1,0 +1,217 @@
+"""The worker: the device model of one function, driven from its vfio-user connection.
+
+It holds nothing that the next worker could not find in the state memfd or be given by the holder.
+Its main thread answers the client; the engine's threads compute; one thread serves the control
+socket.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from accelvisor.errors import DataError
+from accelvisor.function import state as s
+from accelvisor.function.channel import CONNECT, GONE, MESSAGE_BYTES, READY, pack, unpack
+from accelvisor.function.control import Control
+from accelvisor.function.descriptors import Descriptors, teller
+from accelvisor.function.device import Device
+from accelvisor.function.sandbox import enter
+from accelvisor.function.spec import Spec
+from accelvisor.function.state import State
+from accelvisor.function.wire import Disconnected, Wire
+from accelvisor.vfio_user.negotiate import Agreement
+from accelvisor.vfio_user.protocol import Command
+from accelvisor.vfio_user.session import ServerSession
+from accelvisor.vfio_user.wire import Message, close_fds
+
+log = logging.getLogger(__name__)
+
+#: How long a thread may keep the interpreter while another wants it. A register read takes the
+#: interpreter a few times, so this bounds what it waits beside a computing engine.
+_SWITCH_S = 50e-6
+
+
+class Inherited(NamedTuple):
+    """What the holder gives a worker. ``number`` is the live connection's, 0 without one."""
+
+    channel: socket.socket
+    control: socket.socket
+    state: int
+    window: int
+    memory: int
+    pipe: tuple[int, int]
+    connection: socket.socket | None
+    number: int
+    held: Mapping[int, int]
+
+
+class Worker:
+    """One worker process."""
+
+    def __init__(self, spec: Spec, inherited: Inherited) -> None:
+        self._given = inherited
+        self._state = State(inherited.state)
+        self._state.u64[s.W_STARTS] += 1
+        self._tell = teller(inherited.channel)
+        self._descriptors = Descriptors(self._tell, inherited.held)
+        self._device = Device(
+            spec, self._state, inherited.window, inherited.memory, self._descriptors
+        )
+        self._connection: socket.socket | None = None
+        self._number = 0
+        self._wire: Wire | None = None
+        self._session: ServerSession | None = None
+        self._poll = select.poll()
+
+    def run(self) -> None:
+        """Serve until the holder goes away."""
+        sys.setswitchinterval(_SWITCH_S)
+        channel = self._given.channel
+        self._poll.register(channel, select.POLLIN)
+        sandbox = enter()
+        if self._given.connection is None:
+            self._state.u32[s.R_FREEZE] |= s.FREEZE_DETACHED
+        self._device.start()
+        Control(self._device, self._given.control, sandbox).start()
+        self._tell(pack(READY, os.getpid()), ())
+        if self._given.connection is not None:
+            self._attach(self._given.connection, self._given.number)
+        channel_fd = channel.fileno()
+        while True:
+            for fd, _ in self._poll.poll():
+                if fd == channel_fd:
+                    if not self._from_holder():
+                        return
+                elif self._wire is not None:
+                    self._from_client(self._wire)
+
+    # --- the holder -------------------------------------------------------------------------------
+
+    def _from_holder(self) -> bool:
+        data, fds, _, _ = socket.recv_fds(self._given.channel, MESSAGE_BYTES, 1)
+        if not data:
+            return False
+        kind, argument = unpack(data)
+        if kind == CONNECT and len(fds) == 1:
+            self._attach(socket.socket(fileno=fds[0]), argument)
+        else:
+            close_fds(fds)
+        return True
+
+    # --- the client -------------------------------------------------------------------------------
+
+    def _attach(self, connection: socket.socket, number: int) -> None:
+        """Serve a connection: a new one from the start, a predecessor's from where that was."""
+        u32 = self._state.u32
+        wire = Wire(self._state, connection, self._given.pipe, self._descriptors.keep)
+        self._connection, self._number, self._wire = connection, number, wire
+        agreement = None
+        if u32[s.N_SEEN] != number:
+            self._device.disconnected()
+            wire.discard()
+            u32[s.N_AGREEMENT] = 0
+            self._device.connected()
+            u32[s.N_SEEN] = number
+            self._state.u64[s.N_STREAM64] = 0
+        elif u32[s.N_AGREEMENT]:
+            at = s.N_AGREEMENT_AT
+            agreement = Agreement.from_json(bytes(self._state.u8[at : at + u32[s.N_AGREEMENT]]))
+        self._device.remote.attach(wire.send)
+        self._device.attached()
+        self._poll.register(connection, select.POLLIN)
+        try:
+            message = wire.resume()
+            if message is not None and message[2] == Command.VERSION:
+                agreement = None  # the greeting itself is handled again
+            self._session = ServerSession(self._device, agreement=agreement)
+            u64 = self._state.u64
+            if message is None:
+                u64[s.N_STREAM_START64] = u64[s.N_STREAM64]
+                self._device.sweep()
+            else:
+                u64[s.N_STREAM64] = u64[s.N_STREAM_START64]
+                self._handle(wire, message)
+        except (Disconnected, DataError) as error:
+            self._hang_up(error)
+
+    def _from_client(self, wire: Wire) -> None:
+        try:
+            raw = wire.receive()
+            if raw is not None:
+                self._handle(wire, raw)
+        except (Disconnected, DataError) as error:
+            self._hang_up(error)
+
+    def _handle(self, wire: Wire, raw: bytes) -> None:
+        slots = wire.slots()
+        fds = [os.dup(self._descriptors.fds[slot]) for slot in slots]
+        device = self._device
+        device.incoming = dict(zip(fds, slots, strict=True))
+        message = Message(raw, fds)
+        self._state.u64[_REQUESTS] += 1
+        if message.is_reply:
+            message.close()
+            wire.answer(None)
+            device.remote.deliver(message)
+            return
+        session = self._session
+        if session is None:
+            raise Disconnected("no session")
+        reply = session.handle(message)
+        device.incoming = {}
+        if message.command == Command.VERSION:
+            self._remember(session.agreement)
+        try:
+            if reply is None:
+                wire.answer(None)
+            else:
+                wire.answer(reply.data, reply.fds)
+        finally:
+            if reply is not None:
+                close_fds(reply.close_after)
+        u64 = self._state.u64
+        if u64[s.N_STREAM_START64] != u64[s.N_STREAM64]:
+            u64[s.N_STREAM_START64] = u64[s.N_STREAM64]
+        if slots:
+            device.sweep()
+        if reply is not None and reply.close:
+            raise Disconnected("the session ended the connection")
+
+    def _remember(self, agreement: Agreement | None) -> None:
+        data = agreement.to_json() if agreement is not None else b""
+        if len(data) > s.N_AGREEMENT_BYTES:
+            raise Disconnected("the agreement is too long to keep")
+        at = s.N_AGREEMENT_AT
+        self._state.u32[s.N_AGREEMENT] = 0
+        self._state.u8[at : at + len(data)] = data
+        self._state.u32[s.N_AGREEMENT] = len(data)
+
+    def _hang_up(self, reason: Exception) -> None:
+        """The connection is over: stop, give everything of the client back, tell the holder."""
+        log.info("connection %d ends: %s", self._number, reason)
+        if self._connection is None or self._wire is None:
+            return
+        self._poll.unregister(self._connection)
+        self._device.disconnected()
+        self._wire.discard()
+        self._connection.close()
+        self._connection = self._wire = self._session = None
+        self._tell(pack(GONE, self._number), ())
+
+
+def main(spec: Spec, inherited: Inherited) -> None:
+    """The forked child's life. Returns when the holder is gone."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Worker(spec, inherited).run()
+
+
+_REQUESTS = s.K["requests"]
+

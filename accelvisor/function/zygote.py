@@ -1,0 +1,96 @@
+"""The zygote: numpy and the device model imported, one thread, waiting to become workers.
+
+Importing takes a tenth of a second, forking a few milliseconds; a guest whose worker was killed
+waits for the latter. The zygote is itself a fork of the holder, so no second interpreter starts.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from accelvisor.function.channel import FORK, MESSAGE_BYTES, WARM, pack, unpack
+from accelvisor.function.spec import Spec
+
+if TYPE_CHECKING:
+    from accelvisor.function.worker import Inherited
+
+#: channel, control, state, window, memory, pipe out, pipe in
+_FIXED = 7
+
+
+def run(link: socket.socket, spec: Spec) -> None:
+    """Serve the holder's FORK requests until it goes away. Never returns to the caller's code."""
+    try:
+        _close_others(link.fileno())
+        _name("av-zygote")
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+        from accelvisor.function import worker
+
+        link.send(pack(WARM, os.getpid()))
+        while True:
+            data, fds = _receive(link)
+            if not data:
+                os._exit(0)
+            kind, number = unpack(data[:MESSAGE_BYTES])
+            if kind != FORK or len(fds) < _FIXED:
+                os._exit(1)
+            if os.fork() == 0:
+                link.close()
+                _name("av-worker")
+                slots = array.array("I")
+                slots.frombytes(data[MESSAGE_BYTES:])
+                worker.main(spec, _inherited(number, fds, slots))
+                os._exit(0)
+            for fd in fds:
+                os.close(fd)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _inherited(number: int, fds: list[int], slots: array.array[int]) -> Inherited:
+    from accelvisor.function.worker import Inherited
+
+    rest = fds[_FIXED:]
+    connection = socket.socket(fileno=rest.pop(0)) if number else None
+    return Inherited(
+        channel=socket.socket(fileno=fds[0]),
+        control=socket.socket(fileno=fds[1]),
+        state=fds[2],
+        window=fds[3],
+        memory=fds[4],
+        pipe=(fds[5], fds[6]),
+        connection=connection,
+        number=number,
+        held=dict(zip(slots, rest, strict=True)),
+    )
+
+
+def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
+    data, fds, _, _ = socket.recv_fds(link, 65536, 253)
+    return data, fds
+
+
+def _close_others(keep: int) -> None:
+    """The holder's descriptors are the holder's; what a worker needs comes with FORK."""
+    limit = os.sysconf("SC_OPEN_MAX")
+    os.closerange(3, keep)
+    os.closerange(keep + 1, min(limit, 65536))
+
+
+def _name(name: str) -> None:
+    """What ps and top show."""
+    try:
+        with open("/proc/self/comm", "w") as file:
+            file.write(name)
+    except OSError:
+        pass

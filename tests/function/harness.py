@@ -1,0 +1,341 @@
+"""A function's process tree under test, and a small ring driver over the in-tree client."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from accelvisor.abi import commands as abi
+from accelvisor.abi.dtypes import by_label
+from accelvisor.abi.programs import Operation, Program, encode
+from accelvisor.abi.registers import (
+    CQ_HEAD,
+    CQ_TAIL,
+    NEED_WAKEUP,
+    SQ_TAIL,
+    QueueControl,
+    QueueReg,
+    QueueStatus,
+    Reg,
+)
+from accelvisor.function.spec import Spec
+from accelvisor.kernels.registry import BY_NAME
+from accelvisor.limits import MIB
+from accelvisor.vfio_user.client import Client
+from accelvisor.vfio_user.transport import ClientTransport
+
+DEADLINE_S = 30.0
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = DEADLINE_S) -> Any:
+    """Poll until ``condition`` is true; its value."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"timed out: {what}"
+        time.sleep(0.001)
+
+
+def make_spec(folder: Path, **changes: Any) -> Spec:
+    fields: dict[str, Any] = {
+        "uuid": str(uuid.uuid4()), "profile": "test", "cores": 2, "chips": 1,
+        "memory_bytes": 64 * MIB, "window_bytes": 4 * MIB, "queues": 4, "ring_entries": 64,
+        "vfio_socket": str(folder / "vfio.sock"), "holder_socket": str(folder / "holder.sock"),
+        "control_socket": str(folder / "control.sock"), "socket_group": "",
+    }  # fmt: skip
+    return Spec(**{**fields, **changes})
+
+
+class Process:
+    """A running function."""
+
+    def __init__(self, folder: Path, spec: Spec) -> None:
+        self.spec = spec
+        path = folder / "spec.json"
+        path.write_text(spec.to_json())
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "accelvisor.function", str(path)],
+            cwd=Path(__file__).parents[2],
+            stderr=(folder / "log").open("w"),
+        )
+        self.log = folder / "log"
+        try:
+            wait_for(self._ready, "the function to be ready")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _ready(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            return bool(self.holder("status")["ready"])
+        except OSError:
+            return False
+
+    def holder(self, method: str) -> Any:
+        return call(self.spec.holder_socket, method)
+
+    def control(self, method: str) -> Any:
+        return call(self.spec.control_socket, method)
+
+    def client(self) -> Client:
+        return Client(self.spec.vfio_socket, timeout_s=DEADLINE_S)
+
+    def kill_worker(self) -> int:
+        """SIGKILL the worker as soon as there is one; returns its pid."""
+        pid = wait_for(lambda: self.holder("status")["worker_pid"], "a worker")
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        return int(pid)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait(DEADLINE_S)
+
+
+def call(path: str, method: str, parameters: dict[str, Any] | None = None) -> Any:
+    """One request on holder.sock or control.sock."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        sock.settimeout(DEADLINE_S)
+        sock.connect(path)
+        request = {"method": method, "parameters": parameters or {}}
+        sock.sendall(json.dumps(request).encode() + b"\0")
+        raw = b""
+        while not raw.endswith(b"\0"):
+            data = sock.recv(65536)
+            if not data:
+                raise ConnectionError(f"{path} closed without an answer")
+            raw += data
+    reply = json.loads(raw[:-1])
+    if "error" in reply:
+        raise AssertionError(reply["error"])
+    return reply["parameters"]
+
+
+@contextmanager
+def running(**changes: Any) -> Iterator[Process]:
+    """A function in a directory of its own (socket paths must be short)."""
+    folder = Path(tempfile.mkdtemp(prefix="avf-"))
+    process = None
+    try:
+        process = Process(folder, make_spec(folder, **changes))
+        yield process
+    finally:
+        if process is not None:
+            process.stop()
+        shutil.rmtree(folder)
+
+
+class Ring:
+    """One queue, driven command by command, as plainly as possible."""
+
+    def __init__(self, guest: Guest, index: int) -> None:
+        self.guest = guest
+        self.index = index
+        spec = guest.spec
+        layout = spec.layout
+        self.entries = layout.entries
+        self.control = layout.control(index)
+        self.sq = layout.submission(index)
+        self.cq = layout.completion(index)
+        self.tail = 0
+        self.head = 0
+        self.cookie = 0
+        self.words = guest.window.cast("I")
+        self.set(QueueControl.DISABLE, QueueStatus.DISABLED)
+        self.set(QueueControl.ENABLE, QueueStatus.ENABLED)
+
+    def register(self, offset: int) -> int:
+        return self.guest.read32(Reg.QUEUE + 0x40 * self.index + offset)
+
+    def set(self, value: int, wanted: int) -> None:
+        self.guest.write32(Reg.QUEUE + 0x40 * self.index + QueueReg.CONTROL, value)
+        wait_for(lambda: self.register(QueueReg.STATUS) == wanted, f"queue status {wanted}")
+
+    def post(self, entry: bytes) -> None:
+        at = self.sq + self.tail % self.entries * 64
+        self.guest.window[at : at + 64] = entry
+        self.tail = self.tail + 1 & 0xFFFFFFFF
+
+    def submit(self) -> None:
+        self.words[(self.control + SQ_TAIL) // 4] = self.tail
+        with self.guest.fence:
+            pass
+        if self.words[(self.control + NEED_WAKEUP) // 4]:
+            self.guest.write32(Reg.DOORBELL + 4 * self.index, 1)
+
+    def ready(self) -> int:
+        return self.words[(self.control + CQ_TAIL) // 4] - self.head & 0xFFFFFFFF
+
+    def take(self) -> abi.Completion:
+        at = self.cq + self.head % self.entries * 32
+        done = abi.parse_completion(bytes(self.guest.window[at : at + 32]))
+        self.head = self.head + 1 & 0xFFFFFFFF
+        self.words[(self.control + CQ_HEAD) // 4] = self.head
+        return done
+
+    def next_cookie(self) -> int:
+        self.cookie += 1
+        return self.cookie
+
+    def run(self, entry: bytes, timeout_s: float = DEADLINE_S) -> abi.Completion:
+        """Submit one command and wait for it."""
+        self.post(entry)
+        self.submit()
+        self.guest.wait(self.ready, timeout_s)
+        return self.take()
+
+    def do(self, build: Callable[..., bytes], *arguments: Any, **options: Any) -> abi.Completion:
+        cookie = self.next_cookie()
+        done = self.run(build(cookie, *arguments, **options))
+        assert done.cookie == cookie
+        return done
+
+    def ok(self, build: Callable[..., bytes], *arguments: Any, **options: Any) -> int:
+        done = self.do(build, *arguments, **options)
+        assert done.status == 0, (build.__name__, done, self.fault())
+        return done.value
+
+    # --- conveniences -------------------------------------------------------------------------
+
+    def open(self, name: str = "test") -> int:
+        return self.ok(abi.context_open, 4711, name)
+
+    def tensor(self, array: np.ndarray) -> int:
+        handle = self.ok(abi.tensor_create, by_label(str(array.dtype)), array.shape)
+        self.write(handle, array)
+        return handle
+
+    def write(self, handle: int, array: np.ndarray) -> None:
+        buffer = self.guest.buffer(np.ascontiguousarray(array).tobytes())
+        self.ok(abi.copy_in, handle, 0, buffer.whole(array.nbytes))
+        buffer.release()
+
+    def read(self, handle: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+        like = np.empty(shape, dtype)
+        buffer = self.guest.buffer(bytes(max(1, like.nbytes)))
+        self.ok(abi.copy_out, handle, 0, buffer.whole(like.nbytes))
+        like = np.frombuffer(bytes(buffer.view[: like.nbytes]), dtype).reshape(shape)
+        buffer.release()
+        return like
+
+    def load(self, program: Program | bytes) -> int:
+        raw = program if isinstance(program, bytes) else encode(program)
+        buffer = self.guest.buffer(raw)
+        handle = self.ok(abi.program_load, buffer.whole(len(raw)))
+        buffer.release()
+        return handle
+
+    def launch(self, program: int, *bindings: tuple[int, int] | int, repeat: int = 1) -> Any:
+        pairs = [b if isinstance(b, tuple) else (b, 0) for b in bindings]
+        raw = b"".join(abi.BINDING.pack(*pair) for pair in pairs)
+        buffer = self.guest.buffer(raw or b"\0")
+        done = self.do(
+            abi.launch, program, len(pairs), buffer.whole(len(raw)), repeat=repeat
+        )
+        buffer.release()
+        return done
+
+    def query(self, what: abi.Query) -> Any:
+        buffer = self.guest.buffer(bytes(256 * 1024))
+        size = self.ok(abi.query, what, buffer.whole(256 * 1024))
+        answer = json.loads(bytes(buffer.view[:size]))
+        buffer.release()
+        return answer
+
+    def fault(self) -> Any:
+        return self.query(abi.Query.FAULT) if self.register(QueueReg.CONTEXT) else None
+
+
+class Buffer:
+    """Guest RAM with its address."""
+
+    def __init__(self, inner: Any, raw: bytes) -> None:
+        self._inner = inner
+        self.address = inner.address
+        self.view = inner.view
+        self.view[: len(raw)] = raw
+
+    def whole(self, length: int) -> abi.Memory:
+        return abi.Memory(abi.Space.GUEST, 0, self.address, length, 0)
+
+    def release(self) -> None:
+        self._inner.release()
+
+
+class Guest:
+    """The in-tree client as a VM with 32 MiB of RAM."""
+
+    def __init__(self, process: Process, ram_bytes: int = 32 * MIB) -> None:
+        import threading
+
+        self.spec = process.spec
+        self.transport = ClientTransport(process.client(), ram_bytes=ram_bytes)
+        self.window = self.transport.window
+        self.client = self.transport.client
+        self.fence = threading.Lock()
+        self._rings: list[Ring] = []
+
+    def read32(self, offset: int) -> int:
+        return self.client.read32(0, offset)
+
+    def write32(self, offset: int, value: int) -> None:
+        self.client.write32(0, offset, value)
+
+    def buffer(self, raw: bytes) -> Buffer:
+        return Buffer(self.transport.allocate_dma(len(raw)), raw)
+
+    def ring(self, index: int = 0) -> Ring:
+        ring = Ring(self, index)
+        self._rings.append(ring)
+        return ring
+
+    def wait(self, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:
+        """Poll, answering the function's DMA requests meanwhile."""
+        deadline = time.monotonic() + timeout_s
+        spins = 0
+        while not condition():
+            spins += 1
+            if spins > 200:
+                self.client.pump(0.001)
+                assert time.monotonic() < deadline, "no completion in time"
+
+    def close(self) -> None:
+        for ring in self._rings:
+            ring.words.release()
+        self.transport.close()
+
+    def __enter__(self) -> Guest:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def operation(name: str, *operands: int, **attributes: float) -> Operation:
+    """An operation by instruction name, attributes by name."""
+    from accelvisor.abi.attributes import pack
+
+    instruction = BY_NAME[name]
+    return Operation(
+        instruction.opcode, operands, tuple(pack(instruction.attributes, attributes, name))
+    )
