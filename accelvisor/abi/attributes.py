@@ -89,7 +89,11 @@ def pack(
     """
     unknown = set(values) - {a.name for a in attributes}
     if unknown:
-        raise ProgramError(f"no attribute {sorted(unknown)[0]!r}", where=where)
+        raise ProgramError(
+            f"no attribute {sorted(unknown)[0]!r}",
+            where=where,
+            hint=f"it has {', '.join(a.name for a in attributes) or 'none'}",
+        )
     raw = []
     for attribute in attributes:
         value = attribute.check(values.get(attribute.name, attribute.default), where)
@@ -107,7 +111,11 @@ def unpack(
         ProgramError: their number is wrong, or a value is out of range or NaN.
     """
     if len(raw) != len(attributes):
-        raise ProgramError(f"{len(raw)} attributes, must be {len(attributes)}", where=where)
+        raise ProgramError(
+            f"{len(raw)} attributes, must be {len(attributes)}",
+            where=where,
+            hint="pack all of them, in declared order",
+        )
     values = []
     for attribute, bits in zip(attributes, raw, strict=True):
         form = _I64 if attribute.type == INT else _F64

@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from accelvisor.abi.attributes import FLOAT, INT, Attribute, unpack
 from accelvisor.abi.dtypes import DType
-from accelvisor.errors import ProgramError
 
 Array: TypeAlias = npt.NDArray[Any]
 Arrays: TypeAlias = Sequence[Array]
@@ -258,11 +257,7 @@ def decode_attributes(instruction: Instruction, raw: Sequence[int], where: str =
     Raises:
         ProgramError: their number is wrong, or a value is out of its declared range.
     """
-    try:
-        return unpack(instruction.attributes, raw, where or instruction.name)
-    except ProgramError as error:
-        error.message = f"{instruction.name}: {error.message}"
-        raise
+    return unpack(instruction.attributes, raw, where or instruction.name)
 
 
 def flat(shapes: Shapes, attributes: Values) -> Tiling:

@@ -144,9 +144,7 @@ def _check_roles(
 ) -> None:
     """Slots exist, inputs are not written, outputs are distinct, temporaries are written first."""
     if len(operation.operands) != len(instruction.operands):
-        raise _bad(
-            where, f"{len(operation.operands)} operands, must be {len(instruction.operands)}"
-        )
+        raise _bad(where, f"{len(operation.operands)} operands, takes {len(instruction.operands)}")
     for slot in operation.operands:
         if not 0 <= slot < len(program.slots):
             raise _bad(where, f"names slot {slot}, the program has {len(program.slots)}")
