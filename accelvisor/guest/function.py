@@ -83,7 +83,7 @@ class Function:
         self._instructions: InstructionSet | None = None
         self._programs: dict[bytes, int] = {}
         self._operations: Operations | None = None
-        self._pinned: weakref.WeakSet[PinnedArray] = weakref.WeakSet()
+        self._pinned: set[PinnedArray] = set()  # until they are released
         #: Handles of tensors that were garbage-collected, with their generation: destroyed at the
         #: next command, since a collection may come while the queue's lock is held.
         self.graveyard: deque[tuple[int, int]] = deque()
@@ -446,7 +446,7 @@ class Function:
         return array
 
     @property
-    def pinned_arrays(self) -> weakref.WeakSet[PinnedArray]:
+    def pinned_arrays(self) -> set[PinnedArray]:
         """The live pinned arrays of this function."""
         return self._pinned
 

@@ -161,8 +161,7 @@ def parse_instructions(data: bytes) -> InstructionSet:
         ProtocolError: it is not one.
     """
     try:
-        rows = json.loads(data)
-        return InstructionSet([_instruction(row) for row in rows])
+        return instructions_from(json.loads(data))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(
             f"the device's instruction table cannot be read: {error!r}",
@@ -170,6 +169,11 @@ def parse_instructions(data: bytes) -> InstructionSet:
             where="query:instructions",
             hint="the guest package may be older than the device: update it",
         ) from error
+
+
+def instructions_from(rows: Sequence[Mapping[str, Any]]) -> InstructionSet:
+    """The table from parsed JSON. Raises ValueError, KeyError or TypeError when it is none."""
+    return InstructionSet([_instruction(row) for row in rows])
 
 
 def _instruction(row: Mapping[str, Any]) -> Instruction:

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 
 from accelvisor.abi.commands import COMPLETION, Completion
 from accelvisor.abi.registers import (
@@ -169,11 +170,9 @@ class Queue:
             if len(self._flight) >= before:
                 pause.once(locked=False)
 
-    def status(self) -> QueueStatus:
-        """The queue's own register, past any transition."""
-        return QueueStatus(
-            self._registers.steady(lambda t: t.read32(self._block + QueueReg.STATUS))
-        )
+    def status(self) -> int:
+        """The queue's own register (QueueStatus), past any transition."""
+        return self._registers.steady(lambda t: t.read32(self._block + QueueReg.STATUS))
 
     def _control(self, value: QueueControl, wanted: QueueStatus, timeout_s: float) -> None:
         deadline = self._clock() + timeout_s
@@ -181,7 +180,7 @@ class Queue:
         while True:
             # Written again each time round: a store into an absent device is lost.
             self._transport.write32(self._block + QueueReg.CONTROL, value)
-            if self.status() is wanted:
+            if self.status() == wanted:
                 return
             if self._clock() >= deadline:
                 raise ConflictError(
@@ -319,11 +318,8 @@ class Queue:
         Raises:
             DeviceReset, DeviceBroken, DeviceInTransition.
         """
-        if locked:
+        with nullcontext() if locked else self._lock:
             status = self._health()
-        else:
-            with self._lock:
-                status = self._health()
         if self._words[self._wakeup_at] and self._words[self._sq_head_at] != self._tail:
             self._ring()
         return status

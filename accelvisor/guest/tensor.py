@@ -287,7 +287,8 @@ class PinnedArray:
     """A numpy array (:attr:`array`) in memory that the device reaches by DMA.
 
     Copies between it (or a contiguous part of it) and tensors need no staging: the device fetches
-    the bytes where they are.
+    the bytes where they are. Kept until :meth:`release`, the end of a ``with`` block, or the
+    function's end.
     """
 
     def __init__(self, function: Function, shape: ShapeLike, dtype: npt.DTypeLike) -> None:
@@ -297,6 +298,7 @@ class PinnedArray:
         self.array: Array = np.frombuffer(self._buffer.view[:nbytes], dtype=kind).reshape(shape)
         self.start = _address(self.array)
         self.end = self.start + nbytes
+        self._function = function
         self._pid = os.getpid()
 
     @property
@@ -307,12 +309,20 @@ class PinnedArray:
     def release(self) -> None:
         """Unpin. :attr:`array` must not be used with the device afterwards. Safe twice."""
         self.start = self.end = 0
+        self._function.pinned_arrays.discard(self)
         self.array = np.empty(0, self.array.dtype)
         if self._pid == os.getpid():
             try:
                 self._buffer.release()
             except BufferError:
                 pass  # another array still looks at it
+
+
+    def __enter__(self) -> Array:
+        return self.array
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 def _address(array: Array) -> int:

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -36,9 +37,14 @@ from accelvisor.abi.registers import (
     WindowLayout,
 )
 from accelvisor.abi.status import CommandStatus
-from accelvisor.errors import CapacityError
+from accelvisor.errors import CapacityError, NumericError, ProgramError
 
 RAM = 0x1_0000_0000
+FAKE_UUID = UUID("6fd2f3c0-1b3f-4c55-9d8a-0a52f6a3b111")
+
+
+class BadAddress(Exception):  # noqa: N818
+    """DMA outside the guest's memory."""
 
 
 def _operand(name: str, access: str, shape: str, like: str = "") -> dict[str, Any]:
@@ -147,6 +153,7 @@ class FakeDevice:
     reset_count: int = 0
     abi: int = ABI_VERSION
     memory_limit: int = 1 << 24
+    real_kernels: bool = False  # the function's own instructions, on its own kernels
 
     def __post_init__(self) -> None:
         self.layout = WindowLayout(self.queues, self.entries)
@@ -159,6 +166,7 @@ class FakeDevice:
         self.doorbells = 0
         self.interrupts_raised = 0
         self.cause = 0
+        self.scratch = 0
         self.waits = 0
         self.closed = 0
         self.log: list[str] = []
@@ -174,6 +182,7 @@ class FakeDevice:
         self.tensors: dict[int, tuple[DType, tuple[int, ...], bytearray]] = {}
         self.programs: dict[int, programs.Program] = {}
         self.context: dict[int, str] = {}
+        self.stopped: set[int] = set()
         self.uploads = 0
         self._handles = 0
         self.detail = ""
@@ -197,6 +206,7 @@ class FakeDevice:
         status |= Status.FROZEN if self.frozen else Status(0)
         status |= Status.BROKEN if self.broken else Status(0)
         values = {
+            Reg.SCRATCH: self.scratch,
             Reg.ABI_VERSION: self.abi,
             Reg.STATUS: int(status),
             Reg.EPOCH: self.epoch,
@@ -209,6 +219,8 @@ class FakeDevice:
             Reg.MEMORY_BYTES_64: self.memory_limit,
             Reg.STAGING_OFFSET_64: self.layout.staging,
         }
+        if Reg.UUID <= offset < Reg.UUID + 16:
+            return int(struct.unpack_from("<I", FAKE_UUID.bytes, offset - Reg.UUID)[0])
         return values.get(Reg(offset), 0) if offset in set(Reg) else 0
 
     def read64(self, offset: int) -> int:
@@ -227,6 +239,8 @@ class FakeDevice:
             queue, register = divmod(offset - Reg.QUEUE, QUEUE_STRIDE)
             if register == QueueReg.CONTROL:
                 self._control(queue, value)
+        elif offset == Reg.SCRATCH:
+            self.scratch = value
         elif offset == Reg.INTERRUPT_CAUSE:
             self.cause &= ~value
         elif offset == Reg.CONTROL:
@@ -290,6 +304,7 @@ class FakeDevice:
                 self.programs.clear()
         else:
             self._bytes[page : page + 4096] = bytes(4096)
+            self.stopped.discard(queue)
             self._queue_status[queue] = QueueStatus.ENABLED
             self._words[(page + NEED_WAKEUP) >> 2] = int(self.asleep)
 
@@ -355,8 +370,15 @@ class FakeDevice:
         opcode, _, cookie = commands.HEADER.unpack_from(entry)
         self.log.append(Opcode(opcode).name.lower())
         status, value = self.statuses.get(opcode, 0), 0
+        if queue in self.stopped and opcode != Opcode.QUERY:
+            status = CommandStatus.CONTEXT_STOPPED
         if not status:
-            status, value = getattr(self, "_" + Opcode(opcode).name.lower())(queue, entry[8:])
+            try:
+                status, value = getattr(self, "_" + Opcode(opcode).name.lower())(queue, entry[8:])
+            except BadAddress as error:
+                status, self.detail = CommandStatus.BAD_ADDRESS, str(error)
+            if status >= 0x100:
+                self.stopped.add(queue)
         return Completion(cookie, status, opcode, value, 7)
 
     def _nop(self, queue: int, raw: bytes) -> tuple[int, int]:
@@ -387,9 +409,18 @@ class FakeDevice:
 
     def _program_load(self, queue: int, raw: bytes) -> tuple[int, int]:
         data = self._get(commands.parse_memory(raw[:24]))
+        try:
+            program = programs.decode(data)
+            if self.real_kernels:
+                from accelvisor.kernels.programs import validate
+
+                validate(program)
+        except ProgramError as error:
+            self.detail = f"{error.where}: {error}"
+            return CommandStatus.PROGRAM_INVALID, 0
         self.uploads += 1
         self._handles += 1
-        self.programs[self._handles] = programs.decode(data)
+        self.programs[self._handles] = program
         return 0, self._handles
 
     def _program_unload(self, queue: int, raw: bytes) -> tuple[int, int]:
@@ -413,6 +444,8 @@ class FakeDevice:
         bindings = self._get(commands.parse_memory(source)) if count else b""
         bound = list(BINDING.iter_unpack(bindings[: 16 * count]))
         program = self.programs[handle]
+        if self.real_kernels:
+            return self._interpret(program, bound, repeat)
         arrays = {}
         for index, slot in enumerate(program.slots):
             if slot.role is Role.TEMPORARY:
@@ -433,11 +466,28 @@ class FakeDevice:
                 out[...] = KERNELS[operation.opcode](*ins, *extra)
         return 0, 0
 
+    def _interpret(
+        self, program: programs.Program, bound: list[tuple[int, int]], repeat: int
+    ) -> tuple[int, int]:
+        from accelvisor.kernels.interpreter import execute
+
+        arrays = []
+        for (handle, offset), index in zip(bound, program.arguments(), strict=True):
+            slot = program.slots[index]
+            part = memoryview(self.tensors[handle][2])[offset : offset + slot.nbytes]
+            arrays.append(np.frombuffer(part, slot.dtype.label).reshape(slot.shape))
+        try:
+            execute(program, arrays, repeat=repeat)
+        except NumericError as error:
+            self.detail = str(error)
+            return CommandStatus.NUMERIC, 0
+        return 0, 0
+
     def _query(self, queue: int, raw: bytes) -> tuple[int, int]:
         what, _, _, target = commands.QUERY.unpack_from(raw)
         answer: Any = {
-            Query.INFO: {"uuid": "fake"},
-            Query.INSTRUCTIONS: TABLE,
+            Query.INFO: {"uuid": str(FAKE_UUID), "memory_used_bytes": 0},
+            Query.INSTRUCTIONS: self._table(),
             Query.STATISTICS: {"commands": len(self.log)},
             Query.FAULT: {"text": self.detail},
             Query.OBJECTS: [],
@@ -446,6 +496,13 @@ class FakeDevice:
         memory = commands.parse_memory(target)
         self._put(memory, data[: memory.length])
         return 0, len(data)
+
+    def _table(self) -> list[dict[str, Any]]:
+        if not self.real_kernels:
+            return TABLE
+        from accelvisor.kernels.registry import describe
+
+        return describe()
 
     def _spans(self, memory: Memory) -> list[tuple[int, int]]:
         if not memory.transfer & commands.Transfer.SCATTER:
@@ -460,7 +517,7 @@ class FakeDevice:
         for start, view in self.ram.items():
             if start <= address and address + size <= start + len(view):
                 return view[address - start : address - start + size]
-        raise AssertionError(f"DMA to {address:#x}, {size} bytes: not the guest's memory")
+        raise BadAddress(f"DMA to {address:#x}, {size} bytes: not the guest's memory")
 
     def _get(self, memory: Memory) -> bytes:
         return b"".join(
