@@ -24,6 +24,9 @@ _DETACH = (
     'printf "%s\\n" "$s" >"$r"; exec setsid "$@" ) &'
 )
 
+#: How long a detached process may take to record itself (seconds).
+START_S = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -156,7 +159,7 @@ async def spawn_detached(
             f"cannot start {command[0]}: {err.strip()}", code="supervisor", where=str(record.parent)
         )
     loop = asyncio.get_running_loop()
-    end = loop.time() + 5.0
+    end = loop.time() + START_S
     while not (record.exists() and record.stat().st_size):
         if loop.time() > end:
             raise SystemFailure(

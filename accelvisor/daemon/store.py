@@ -162,7 +162,9 @@ class Store:
             with self._transaction():
                 self._db.execute(f"INSERT INTO functions ({columns}) VALUES ({marks})", row)
                 return self._event("function-creating", function.uuid, message)
-        except sqlite3.IntegrityError as error:
+        except SystemFailure as error:
+            if not isinstance(error.__cause__, sqlite3.IntegrityError):
+                raise
             raise ConflictError(
                 f'a function named "{function.name}" exists',
                 code="function-exists",
@@ -266,14 +268,12 @@ class Store:
     def _guard(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.IntegrityError:
-            raise
         except sqlite3.Error as error:
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> StateError | SystemFailure:
         if isinstance(error, sqlite3.DatabaseError) and not isinstance(
-            error, sqlite3.OperationalError
+            error, sqlite3.OperationalError | sqlite3.IntegrityError
         ):
             return StateError(
                 f"the database is damaged: {error}",

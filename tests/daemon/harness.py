@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -236,9 +237,15 @@ class Harness:
 
     def clean_up(self) -> None:
         """End all function processes of this harness."""
+        for uuid in self.processes():
+            self.kill(uuid)
+        wait_until(lambda: not self.processes())
 
-        async def stop_all() -> None:
-            for uuid in await self.supervisor.list():
-                await self.supervisor.stop(uuid)
 
-        asyncio.run(stop_all())
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll a condition of the machine, with a deadline."""
+    end = time.monotonic() + 10
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("the condition did not come true")
+        time.sleep(0.005)

@@ -1,0 +1,138 @@
+"""kill -9 of the daemon at every step of create and delete: before or after, once started again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelvisor.daemon.functions import CREATE_STEPS, DELETE_STEPS
+
+from .harness import Harness
+
+# A daemon in a process of its own that kills itself at a named step of a verb.
+VICTIM = """
+import asyncio, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from daemon.harness import Harness
+step, root = sys.argv[1], Path(sys.argv[2])
+
+def fault(name):
+    if name == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+async def main():
+    harness = Harness(root)
+    async with harness.daemon(fault=fault):
+        await harness.create("mine")
+        await harness.call("DeleteFunction", function="mine")
+
+asyncio.run(main())
+"""
+
+
+def killed_at(step: str, root: Path) -> None:
+    script = VICTIM.format(tests=str(Path(__file__).parents[1]))
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "-c", script, step, str(root)],
+        env=environ,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, (step, done.stderr.decode())
+
+
+@pytest.mark.parametrize("step", [*CREATE_STEPS, *DELETE_STEPS])
+def test_killed_daemon_leaves_before_or_after(harness: Harness, step: str) -> None:
+    killed_at(step, harness.paths.run.parent)
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            functions = (await harness.call("ListFunctions"))["functions"]
+            # Creation is rolled back until its last commit, deletion forward from its first.
+            expected = {"create:committed": ["ready"]}.get(step, [])
+            assert [item["state"] for item in functions] == expected
+            uuids = {item["uuid"] for item in functions}
+            assert harness.processes() == uuids
+            assert set(os.listdir(harness.paths.functions)) == uuids
+            card = (await harness.call("GetCard", card="card0"))["card"]
+            assert card["cores_free"] == card["cores"] - len(uuids)
+            # And the name and the cores can be used again.
+            if not uuids:
+                assert (await harness.create("mine"))["placement"] == {"0": [0]}
+
+    asyncio.run(scenario())
+
+
+def test_every_named_step_is_passed(harness: Harness) -> None:
+    """The parameters above are all the steps there are, in order."""
+    seen: list[str] = []
+
+    async def scenario() -> None:
+        async with harness.daemon(fault=seen.append):
+            await harness.create("mine")
+            await harness.call("DeleteFunction", function="mine")
+
+    asyncio.run(scenario())
+    assert seen == [*CREATE_STEPS, *DELETE_STEPS]
+
+
+def test_a_killed_daemon_finds_its_functions_again(harness: Harness) -> None:
+    """The process of a function is not touched, and its state is not guessed: pid stays the same."""
+    killed_at("create:committed", harness.paths.run.parent)
+    [uuid] = harness.processes()
+    before = harness.paths.function(uuid).process.read_text()
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            assert await harness.state("mine") == "ready"
+            assert harness.paths.function(uuid).process.read_text() == before
+            await harness.call("ResetFunction", function="mine")
+
+    asyncio.run(scenario())
+
+
+def test_a_failing_rollback_is_finished_by_the_next_start(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TEMPER", "refuses")
+
+    async def scenario() -> None:
+        from accelvisor.errors import AccelvisorError, SystemFailure
+
+        async with harness.daemon() as daemon:
+
+            def refuse(uuid: str) -> None:
+                raise SystemFailure("no", code="sweep")
+
+            monkeypatch.setattr(daemon._functions, "sweep", refuse)
+            with pytest.raises(AccelvisorError):
+                await harness.create("mine")
+            assert await harness.state("mine") == "deleting"
+        async with harness.daemon():
+            assert (await harness.call("ListFunctions"))["functions"] == []
+            events = (await harness.call("ListEvents"))["events"]
+            assert events[-1]["message"] == "mine is removed: its deletion was interrupted"
+
+    asyncio.run(scenario())
+
+
+def test_the_journal_says_what_was_interrupted(harness: Harness) -> None:
+    killed_at("create:started", harness.paths.run.parent)
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            events = (await harness.call("ListEvents"))["events"]
+            assert events[-1]["message"] == "mine is removed: its creation was interrupted"
+            assert json.dumps(events)
+
+    asyncio.run(scenario())
