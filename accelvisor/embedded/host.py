@@ -145,7 +145,7 @@ class EmbeddedHost:
         try:
             with self.admin() as admin:
                 for function in admin.call("ListFunctions")["functions"]:
-                    admin.call("DeleteFunction", function=function["uuid"], force=True)
+                    admin.call("DeleteFunction", {"function": function["uuid"], "force": True})
         except AccelvisorError as error:
             print(f"embedded: {error.message}", file=sys.stderr)
 
@@ -154,13 +154,15 @@ class EmbeddedHost:
     def create(self, profile: str = "small", name: str | None = None) -> dict[str, Any]:
         """Create a function and wait until it is ready; the admin API's Function record."""
         with self.admin() as admin:
-            created: dict[str, Any] = admin.call("CreateFunction", profile=profile, name=name)
+            created: dict[str, Any] = admin.call(
+                "CreateFunction", {"profile": profile, "name": name}
+            )
         return dict(created["function"])
 
     def delete(self, uuid: str) -> None:
         """End a function."""
         with self.admin() as admin:
-            admin.call("DeleteFunction", function=uuid)
+            admin.call("DeleteFunction", {"function": uuid})
 
     def connect(
         self, function: dict[str, Any], *, ram_bytes: int = 64 * MIB

@@ -191,22 +191,22 @@ class ClientTransport:
             self._irq = -1
         if self._window is not None:
             self.window.release()
-            self._window.close()
+            self._unmap(self._window)
             self._window = None
         if self._ram is not None:
             self._ram_view.release()
-            self._close_ram(self._ram)
+            self._unmap(self._ram)
             self._ram = None
         if self._ram_fd >= 0:
             os.close(self._ram_fd)
             self._ram_fd = -1
 
     @staticmethod
-    def _close_ram(ram: mmap.mmap) -> None:
+    def _unmap(mapped: mmap.mmap) -> None:
         try:
-            ram.close()
+            mapped.close()
         except BufferError:
-            # A caller still holds a DmaBuffer's view: the memory goes with the last of those.
+            # A caller still holds a view of it: the memory goes with the last of those.
             pass
 
     def _enable(self) -> None:
