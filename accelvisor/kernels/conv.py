@@ -168,7 +168,7 @@ def _by_kernel(shapes: Shapes, values: Values) -> Geometry:
 def _cut_by_kernel(g: Geometry) -> Cut:
     """Images that are unfolded at once, filters and channels of a tile."""
     per_channel = max(1, g.n * g.positions * g.window)
-    channels = max(1, min(g.c, 4 * COLUMN_ELEMENTS // per_channel))
+    channels = max(1, min(g.c, 2 * COLUMN_ELEMENTS // per_channel))
     filters = max(1, min(g.f, TILE_MACS // (per_channel * channels)))
     unfolded = max(1, g.positions * g.window * channels)
     return Cut(max(1, min(g.n, COLUMN_ELEMENTS // unfolded)), filters, channels)

@@ -1,9 +1,9 @@
 """Matrix products, float32, through BLAS on tiles of our own choosing.
 
-A tile is a block of rows of the output (of columns too when one row is long) with the full inner
-dimension, so its bits depend on the shapes alone. Each tile is one BLAS call with one thread. The
-block is large enough (a quarter of a giga multiply-accumulate) that packing the shared operand
-again for each tile costs little, and small enough to stay below the 20 ms of a tile.
+A tile is a block of rows and columns of the output with the full inner dimension, so its bits
+depend on the shapes alone. Each tile is one BLAS call with one thread. The block is large enough (a
+quarter of a giga multiply-accumulate) that packing the operands again for each tile costs little,
+and small enough to stay below the 20 ms of a tile.
 """
 
 from __future__ import annotations
@@ -28,16 +28,22 @@ from accelvisor.kernels.declare import (
 )
 
 TILE_MACS = 1 << 28
+TILE_ELEMENTS = 1 << 23  # of each operand: thin products are bound by memory
 PANEL_ROWS = 256
 # One output element is the smallest tile: this bounds its inner dimension to a few milliseconds.
-_INNER = "k <= 4194304"
+_INNER = "k <= 2097152"
 
 
 def _cut(m: int, n: int, k: int) -> tuple[int, int]:
-    """Rows and columns of a tile of an m x n product with inner dimension k."""
-    budget = max(1, TILE_MACS // max(1, k))
-    columns = max(1, min(n, budget))
-    return max(1, min(PANEL_ROWS, budget // columns)), columns
+    """Rows and columns of a tile of an m x n product with inner dimension k: a panel of rows,
+    taller when rows are short, and as many columns as the budgets of arithmetic and of memory
+    allow.
+    """
+    k = max(1, k)
+    rows = max(PANEL_ROWS, TILE_MACS // 4 // (k * max(1, n)))
+    rows = max(1, min(m, rows, TILE_ELEMENTS // k))
+    columns = min(n, TILE_MACS // (k * rows), TILE_ELEMENTS // max(k, rows))
+    return rows, max(1, columns)
 
 
 def _tiling(shapes: Shapes, inner: int) -> Tiling:

@@ -126,7 +126,7 @@ def _work(shapes: Shapes, values: Values) -> Work:
 
 _ATTRIBUTES = (integer("size", 2, 1, 16), integer("stride", 2, 1, 16))
 # A tile is at least one plane.
-_REQUIRES = ("size <= h", "size <= w", "h*w <= 4194304", f"{_OH}*{_OW}*size*size <= 16777216")
+_REQUIRES = ("size <= h", "size <= w", "h*w <= 1048576", f"{_OH}*{_OW}*size*size <= 4194304")
 
 INSTRUCTIONS: tuple[Instruction, ...] = (
     Instruction(

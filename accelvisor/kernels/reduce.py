@@ -43,8 +43,8 @@ def _first(x: Array) -> Array:
     return x.reshape(x.shape[0], prod(x.shape[1:]))
 
 
-def _channels(x: Array) -> Array:
-    return x.reshape(x.shape[0], x.shape[1], prod(x.shape[2:]))
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
 
 
 def _tiling_last(shapes: Shapes, values: Values) -> Tiling:
@@ -58,7 +58,8 @@ def _tiling_first(shapes: Shapes, values: Values) -> Tiling:
 
 def _tiling_channels(shapes: Shapes, values: Values) -> Tiling:
     n, c, *rest = shapes[0]
-    return Tiling(c, rows(n * prod(rest)))
+    size = prod(rest)
+    return Tiling(c, max(_ceil(16, max(1, size)), rows(n * size)))
 
 
 def _tiling_all(shapes: Shapes, values: Values) -> Tiling:
@@ -90,8 +91,9 @@ def _sum_first(x: Array, out: Array, start: int, stop: int) -> None:
 
 
 def _sum_channels(x: Array, out: Array, start: int, stop: int) -> None:
-    partial = np.add.reduce(_channels(x)[:, start:stop], axis=2, dtype=out.dtype)
-    out[start:stop] = _add_rows(partial, out.dtype)
+    size = prod(x.shape[2:])
+    images = _add_rows(_first(x)[:, start * size : stop * size], out.dtype)
+    out[start:stop] = np.add.reduce(images.reshape(stop - start, size), axis=1, dtype=out.dtype)
 
 
 def _sum_all(x: Array, out: Array, start: int, stop: int) -> None:
@@ -196,12 +198,12 @@ _AXES: dict[str, tuple[str, str, tuple[str, ...], str, Any, Any, Any]] = {
         lambda s: s[0][-1],
     ),
     "_rows": (
-        "m *s", "*s", ("m <= 524288",), "m >= 1", _tiling_first, _terms_first,
+        "m *s", "*s", ("m <= 262144",), "m >= 1", _tiling_first, _terms_first,
         lambda s: s[0][0],
     ),
     "_channels": (
-        "n c *s", "c", (f"n*#s <= {4 * _LIMIT}",), "n*#s >= 1", _tiling_channels, _terms_channels,
-        lambda s: s[0][0] * prod(s[0][2:]),
+        "n c *s", "c", ("n <= 262144", f"n*#s <= {_LIMIT}"), "n*#s >= 1", _tiling_channels,
+        _terms_channels, lambda s: s[0][0] * prod(s[0][2:]),
     ),
     "_all": (
         "*s", "", (f"#s <= {4 * _LIMIT}",), "#s >= 1", _tiling_all, _terms_all,
