@@ -18,7 +18,7 @@ from accelvisor.errors import ProgramError
 from accelvisor.kernels.declare import Access, Array, Instruction
 
 SIZES = (0, 1, 1, 2, 3, 3, 4, 5, 7, 8, 9, 13)
-STARS = ((), (1,), (3,), (0,), (17,), (2, 3), (5, 1), (2, 0, 3), (2, 2, 2, 2))
+STARS = ((), (1,), (3,), (0,), (17,), (2, 3), (5, 1), (2, 0, 3), (2, 2, 2, 2), (29,), (5, 7))
 ATTRIBUTE_FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 0.1, -2.75, 3.0e-5, 1.0e3)
 
 # normal: what networks see; special: what IEEE 754 has beside numbers; huge: sums that overflow
