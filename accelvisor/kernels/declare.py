@@ -174,8 +174,8 @@ class Instruction:
     Args:
         reference: ``(arrays, attributes)``: the plain twin, an independent derivation; fills
         outputs. fast: ``(arrays, attributes, start, stop)``: computes the units of one tile.
-        tiling: ``(shapes, attributes)``: how the outputs are cut.
-        work: ``(shapes, attributes)``: operations, for the model clock.
+        tiling: ``(shapes, attributes)``: how the outputs are cut. May use integer attributes only.
+        work: ``(shapes, attributes)``: operations, for the model clock; integer attributes only.
         requires: relations between dims and integer attributes beyond the shape patterns; the
         limits
             among them keep one tile within ~20 ms.

@@ -6,12 +6,13 @@ operand out of range can reach a kernel, whatever the guest wrote.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from accelvisor.abi.dtypes import DType
-from accelvisor.abi.programs import Operation, Program, Role
+from accelvisor.abi.programs import Operation, Program, Role, Slot
 from accelvisor.abi.shapes import bind_shapes, infer_dtypes
 from accelvisor.errors import ProgramError
 from accelvisor.kernels.declare import Arrays, Cost, Instruction, Tiling, Values, decode_attributes
@@ -75,7 +76,9 @@ def prepare(program: Program) -> tuple[PlannedOperation, ...]:
         ProgramError: as :func:`validate`.
     """
     written = {i for i, slot in enumerate(program.slots) if slot.role is not Role.TEMPORARY}
-    plans: dict[tuple[object, ...], _Checked] = {}
+    kinds: dict[tuple[DType, tuple[int, ...]], int] = {}
+    kind = [kinds.setdefault((s.dtype, s.shape), len(kinds)) for s in program.slots]
+    known: dict[tuple[object, ...], _Checked] = {}
     planned = []
     for index, operation in enumerate(program.operations):
         instruction = INSTRUCTIONS.get(operation.opcode)
@@ -83,60 +86,58 @@ def prepare(program: Program) -> tuple[PlannedOperation, ...]:
             raise _bad(f"instruction {index}", f"unknown opcode {operation.opcode:#06x}")
         where = f"instruction {index} ({instruction.name})"
         _check_roles(program, instruction, operation, written, where)
-        slots = [program.slots[s] for s in operation.operands]
-        key = (operation.opcode, operation.attributes, *[(s.dtype, s.shape) for s in slots])
-        if key not in plans:
-            plans[key] = _check(
-                instruction,
-                operation,
-                [s.shape for s in slots],
-                [s.dtype for s in slots],
-                where,
-            )
-        checked = plans[key]
-        outputs = {operation.operands[p] for p in instruction.writes}
-        planned.append(
-            PlannedOperation(
-                index,
-                instruction,
-                operation.operands,
-                checked.attributes,
-                checked.tiling,
-                checked.tiling.tiles,
-                checked.cost,
-                instruction.reads,
-                instruction.writes,
-                tuple(p for p in instruction.reads if operation.operands[p] in outputs),
-            )
-        )
+        values = decode_attributes(instruction, operation.attributes, where)
+        # Shapes, tiles and cost follow from these; a long program repeats few of them.
+        integers = tuple(v for v in values if type(v) is int)
+        key = (operation.opcode, integers, tuple(kind[s] for s in operation.operands))
+        checked = known.get(key)
+        if checked is None:
+            slots = [program.slots[s] for s in operation.operands]
+            checked = known[key] = _check(instruction, slots, values, where)
+        planned.append(_plan(index, instruction, operation.operands, values, checked))
     return tuple(planned)
 
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """What depends on opcode, attributes, shapes and dtypes alone: shared by equal operations."""
+    """What depends on opcode, integer attributes, shapes and dtypes alone."""
 
-    attributes: Values
     tiling: Tiling
     cost: Cost
 
 
-def _check(
+def _plan(
+    index: int,
     instruction: Instruction,
-    operation: Operation,
-    shapes: list[tuple[int, ...]],
-    dtypes: list[DType],
-    where: str,
-) -> _Checked:
-    attributes = decode_attributes(instruction, operation.attributes, where)
-    named = {a.name: v for a, v in zip(instruction.attributes, attributes, strict=True)}
+    operands: tuple[int, ...],
+    values: Values,
+    checked: _Checked,
+) -> PlannedOperation:
+    outputs = [operands[p] for p in instruction.writes]
+    return PlannedOperation(
+        index,
+        instruction,
+        operands,
+        values,
+        checked.tiling,
+        checked.tiling.tiles,
+        checked.cost,
+        instruction.reads,
+        instruction.writes,
+        tuple(p for p in instruction.reads if operands[p] in outputs),
+    )
+
+
+def _check(instruction: Instruction, slots: Sequence[Slot], values: Values, where: str) -> _Checked:
+    shapes, dtypes = [s.shape for s in slots], [s.dtype for s in slots]
+    named = {a.name: v for a, v in zip(instruction.attributes, values, strict=True)}
     try:
         infer_dtypes(instruction.declaration, [d.label for d in dtypes])
         bind_shapes(instruction.declaration, shapes, named)
     except ProgramError as error:
         raise _bad(where, f"{error.where}: {error.message}", error.hint) from None
-    tiling = instruction.tiling(shapes, attributes)
-    return _Checked(attributes, tiling, instruction.cost(shapes, attributes, dtypes))
+    tiling = instruction.tiling(shapes, values)
+    return _Checked(tiling, instruction.cost(shapes, values, dtypes))
 
 
 def _check_roles(

@@ -215,3 +215,15 @@ def test_every_instruction_can_stand_in_a_program() -> None:
         )
         arrays = case.fresh(writable=True)
         execute(builder.program(), arrays)
+
+
+def test_equal_shapes_do_not_mix_up_attributes() -> None:
+    builder = Builder()
+    x = builder.input(2)
+    for b in (0.5, 2.0, 0.5):
+        builder.run("mul_scalar", x, out=(builder.output(2),), b=b)
+    plans = prepare(builder.program())
+    assert [p.attributes for p in plans] == [(0.5,), (2.0,), (0.5,)]
+    arrays = [np.ones(2, np.float32) for _ in range(4)]
+    execute(builder.program(), arrays)
+    assert [a[0] for a in arrays] == [1, 0.5, 2, 0.5]
