@@ -34,6 +34,12 @@ chips = 1
 cores_per_chip = 8
 memory = "4GiB"
 
+[profiles.small]
+cores = 1
+memory = "64MiB"
+window = "16MiB"
+queues = 8
+
 [profiles.bench]
 cores = {cores}
 memory = "512MiB"
@@ -94,7 +100,7 @@ def creation(host: EmbeddedHost, repeats: int) -> Record:
     def once() -> float:
         began = time.perf_counter()
         subprocess.run(
-            [*accelctl, "function", "create", "--profile", "small", "--name", "timed"],
+            [*accelctl, "function", "create", "small", "--name", "timed"],
             check=True, env=environment, stdout=subprocess.DEVNULL,
         )  # fmt: skip
         took = time.perf_counter() - began

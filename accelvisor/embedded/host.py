@@ -164,9 +164,7 @@ class EmbeddedHost:
         with self.admin() as admin:
             admin.call("DeleteFunction", {"function": uuid})
 
-    def connect(
-        self, function: dict[str, Any], *, ram_bytes: int = 64 * MIB
-    ) -> ClientTransport:
+    def connect(self, function: dict[str, Any], *, ram_bytes: int = 64 * MIB) -> ClientTransport:
         """A "VM" with ``ram_bytes`` of RAM on a function's vfio-user socket."""
         return ClientTransport(Client(function["socket"]), ram_bytes=ram_bytes)
 
