@@ -19,7 +19,8 @@ from accelvisor.limits import LIMITS
 _INTERFACE = r"[A-Za-z](?:-*[A-Za-z0-9])*(?:\.[A-Za-z0-9](?:-*[A-Za-z0-9])*)+"
 METHOD = re.compile(rf"({_INTERFACE})\.([A-Z][A-Za-z0-9]*)")
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Possessive, and an unclosed string ends with the text: no input makes this more than linear.
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+"?', re.DOTALL)
 _NOT_BRACKET = re.compile(rb"[^\[\]{}]+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -69,7 +70,7 @@ class Decoder:
         if len(raw) > self._max_bytes:
             raise _broken(f"a message exceeds {self._max_bytes} bytes", "message-too-long")
         # The parser recurses: bound the depth first. Brackets inside strings do not count.
-        if _depth(raw) > self._max_depth:
+        if _deeper(raw, self._max_depth):
             raise _broken(f"nested deeper than {self._max_depth} levels", "message-too-deep")
         try:
             message = json.loads(
@@ -188,15 +189,13 @@ def reply_message(reply: Reply) -> dict[str, object]:
     return message
 
 
-def _depth(raw: bytes) -> int:
-    depth = deepest = 0
+def _deeper(raw: bytes, limit: int) -> bool:
+    depth = 0
     for bracket in _NOT_BRACKET.sub(b"", _STRING.sub(b"", raw)):
-        if bracket in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        else:
-            depth -= 1
-    return deepest
+        depth += 1 if bracket in b"[{" else -1
+        if depth > limit:
+            return True
+    return False
 
 
 def _no_constant(name: str) -> NoReturn:

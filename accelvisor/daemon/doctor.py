@@ -44,7 +44,6 @@ class Check:
 class Facts:
     """What was seen. None means: not there."""
 
-    python: tuple[int, int]
     kernel: str
     kvm: str | None  # what happened when /dev/kvm was opened: "usable", or why not
     qemu_path: str | None
@@ -76,7 +75,6 @@ def gather(
     mode, group = _socket(admin_socket)
     meminfo = _meminfo()
     return Facts(
-        python=(platform.python_version_tuple() and _version(platform.python_version())) or (0, 0),
         kernel=platform.release(),
         kvm=_kvm(),
         qemu_path=path,

@@ -48,7 +48,12 @@ class FakeDomains:
         """Change (or add) a domain behind the daemon's back, and tell the event."""
         with self._lock:
             known = self.domains.get(name) or Domain(
-                name, f"00000000-0000-0000-0000-{len(self.domains):012}", DomainState.SHUTOFF, True, 1, 1 << 28
+                name,
+                f"00000000-0000-0000-0000-{len(self.domains):012}",
+                DomainState.SHUTOFF,
+                True,
+                1,
+                1 << 28,
             )
             self.domains[name] = replace(known, **changes)
         self._tell(kind, self.domains[name])
@@ -130,7 +135,10 @@ class FakeDomains:
         if request.persistent:
             stored = (*stored, request.function)
         self._change(
-            request.domain, DomainEventKind.DEFINED, live_functions=live, persistent_functions=stored
+            request.domain,
+            DomainEventKind.DEFINED,
+            live_functions=live,
+            persistent_functions=stored,
         )
         return Attachment(
             found.name, found.uuid, request.function, request.live, request.persistent

@@ -87,7 +87,7 @@ def test_every_named_step_is_passed(harness: Harness) -> None:
 
 
 def test_a_killed_daemon_finds_its_functions_again(harness: Harness) -> None:
-    """The process of a function is not touched, and its state is not guessed: pid stays the same."""
+    """The process of a function is not touched: pid and start time stay the same."""
     killed_at("create:committed", harness.paths.run.parent)
     [uuid] = harness.processes()
     before = harness.paths.function(uuid).process.read_text()

@@ -111,7 +111,9 @@ def test_what_happened_while_the_daemon_was_away(harness: Harness, vm: str) -> N
         async with harness.daemon():
             await attached(harness, vm)
             await harness.call("StartDomain", domain=vm)
-        harness.domains.put(vm, DomainEventKind.STOPPED, state=DomainState.SHUTOFF, live_functions=())
+        harness.domains.put(
+            vm, DomainEventKind.STOPPED, state=DomainState.SHUTOFF, live_functions=()
+        )
         async with harness.daemon():
             assert await harness.state("mine") == "attached"
 

@@ -147,7 +147,12 @@ def test_many_creations_at_once_never_share_a_core(harness: Harness) -> None:
     async def scenario() -> None:
         async with harness.daemon():
             made = await asyncio.gather(*(harness.create(f"f{n}") for n in range(8)))
-            cores = [(chip, core) for item in made for chip, ids in item["placement"].items() for core in ids]
+            cores = [
+                (chip, core)
+                for item in made
+                for chip, ids in item["placement"].items()
+                for core in ids
+            ]
             assert len(set(cores)) == 8
             card = (await harness.call("GetCard", card="card0"))["card"]
             assert card["cores_free"] == 8

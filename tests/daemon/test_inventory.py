@@ -31,7 +31,7 @@ def test_chips_of_a_wide_function_are_different() -> None:
 
 def test_all_reasons_of_all_cards_are_given() -> None:
     cards = [CARD, Card("card1", 1, 1, MIB)]
-    held = [Placement("card0", {chip: (0, 1, 2, 3) for chip in range(4)}, 200 * MIB)]
+    held = [Placement("card0", dict.fromkeys(range(4), (0, 1, 2, 3)), 200 * MIB)]
     answer = plan(cards, held, profile(2))
     assert answer.placement is None
     assert answer.reasons == [

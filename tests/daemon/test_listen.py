@@ -94,9 +94,7 @@ def test_a_full_backlog_is_not_taken_for_a_leftover(short_path: Path, lock: list
 
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link"])
-def test_what_is_no_socket_is_never_removed(
-    short_path: Path, lock: listen.Lock, kind: str
-) -> None:
+def test_what_is_no_socket_is_never_removed(short_path: Path, lock: listen.Lock, kind: str) -> None:
     path = short_path / "admin"
     if kind == "file":
         path.write_text("precious")

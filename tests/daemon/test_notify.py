@@ -99,7 +99,8 @@ def test_descriptors_of_another_process_are_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "count"), [("admin", "2"), ("a:a", "2"), ("admin", "x"), ("admin", "-1"), ("a", "999")]
+    ("names", "count"),
+    [("admin", "2"), ("a:a", "2"), ("admin", "x"), ("admin", "-1"), ("a", "999")],
 )
 def test_malformed_activation_is_an_error(names: str, count: str) -> None:
     with pytest.raises(SystemFailure) as caught:

@@ -1,4 +1,4 @@
-"""What the daemon finds when it starts: its functions, orphans, a new boot, processes that are gone."""
+"""What the daemon finds when it starts: functions, orphans, a new boot, lost processes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def test_after_a_reboot_nothing_runs_in_a_domain(harness: Harness) -> None:
             )
             await harness.until("mine", "running")
         reboot(harness)
-        harness.domains.put("vm", DomainEventKind.STOPPED, state=DomainState.SHUTOFF, live_functions=())
+        harness.domains.put(
+            "vm", DomainEventKind.STOPPED, state=DomainState.SHUTOFF, live_functions=()
+        )
         async with harness.daemon():
             assert await harness.state("mine") == "attached"
 

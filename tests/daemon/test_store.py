@@ -49,7 +49,10 @@ def reopened(path: Path) -> list[Function]:
 
 
 def test_what_is_written_comes_back(store: Store, tmp_path: Path) -> None:
-    one, two = function(1), function(2, state=State.RUNNING, reason="", domain="vm", domain_uuid="d")
+    one, two = (
+        function(1),
+        function(2, state=State.RUNNING, reason="", domain="vm", domain_uuid="d"),
+    )
     store.insert(two, "two")
     store.insert(one, "one")
     assert store.functions() == [one, two]  # oldest first
