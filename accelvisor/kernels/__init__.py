@@ -3,6 +3,6 @@
 ``registry`` holds the declarations, ``programs`` validates and plans what a guest uploads,
 ``interpreter`` runs a program without a device, ``document`` writes docs/instructions.md.
 
-To add an instruction, declare it in a topic file (``elementwise``, ``reduce``, ``linear``, ``conv``,
+An instruction is added in a topic file (``elementwise``, ``reduce``, ``linear``, ``conv``,
 ``pool``, ``nn``, ``move``); the generic tests pick it up. This room knows nothing of VMs.
 """
