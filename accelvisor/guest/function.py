@@ -181,6 +181,9 @@ class Function:
         queue = getattr(self, "queue", None)
         if queue is not None:
             queue.release()
+        staging = getattr(self, "staging", None)
+        if staging is not None:
+            staging.close()
         pool = getattr(self, "dma", None)
         if pool is not None:
             pool.close()

@@ -83,6 +83,7 @@ class Span:
         if pool is not None:
             self.view.release()
             with pool.lock:
+                pool.taken.discard(self)
                 pool.spans.give(self.offset, self.nbytes)
 
 
@@ -95,6 +96,7 @@ class Staging:
         share = share // PAGE * PAGE
         start = identity.staging_offset + queue * share
         self.spans = Spans(start, start + share)
+        self.taken: set[Span] = set()
         self.lock = threading.Lock()  # spans come back from whichever thread sees the completion
 
     def take(self, nbytes: int, wait: Callable[[], bool] | None = None) -> Span:
@@ -109,8 +111,10 @@ class Staging:
         while True:
             with self.lock:
                 offset = self.spans.take(nbytes)
-            if offset is not None:
-                return Span(self, offset, nbytes)
+                if offset is not None:
+                    span = Span(self, offset, nbytes)
+                    self.taken.add(span)
+                    return span
             if nbytes > self.spans.capacity or wait is None or not wait():
                 raise CapacityError(
                     f"{nbytes} bytes of window staging wanted, "
@@ -119,6 +123,12 @@ class Staging:
                     where="staging",
                     hint="wait for launches in flight, or give the function a larger window",
                 )
+
+
+    def close(self) -> None:
+        """Take the window away from spans that are still out, so that it can be unmapped."""
+        for span in list(self.taken):
+            span.release()
 
 
 class DmaPool:

@@ -67,10 +67,11 @@ class SysfsTransport:
         except OSError as error:
             self.close()
             raise _explain(error, bdf) from error
-        if len(registers) < BAR0_BYTES:
+        size = len(registers)
+        if size < BAR0_BYTES:
             self.close()
             raise ProtocolError(
-                f"BAR0 has {len(registers)} bytes, a function's has {BAR0_BYTES}",
+                f"BAR0 has {size} bytes, a function's has {BAR0_BYTES}",
                 code="not-a-function",
                 where=f"sysfs:{bdf}",
             )

@@ -377,8 +377,8 @@ class FakeDevice:
                 status, value = getattr(self, "_" + Opcode(opcode).name.lower())(queue, entry[8:])
             except BadAddress as error:
                 status, self.detail = CommandStatus.BAD_ADDRESS, str(error)
-            if status >= 0x100:
-                self.stopped.add(queue)
+        if status >= 0x100:
+            self.stopped.add(queue)
         return Completion(cookie, status, opcode, value, 7)
 
     def _nop(self, queue: int, raw: bytes) -> tuple[int, int]:
