@@ -170,27 +170,29 @@ class Domains:
     # --- life ------------------------------------------------------------------------------------
 
     def start(self, domain: str) -> Domain:
-        return self._do(domain, lambda handle: handle.create())
+        return self._do(domain, lambda handle: handle.create(), active=False)
 
     def destroy(self, domain: str) -> Domain:
-        return self._do(domain, lambda handle: handle.destroy())
+        return self._do(domain, lambda handle: handle.destroy(), active=True)
 
     def suspend(self, domain: str) -> Domain:
-        return self._do(domain, lambda handle: handle.suspend())
+        return self._do(domain, lambda handle: handle.suspend(), active=True)
 
     def resume(self, domain: str) -> Domain:
-        return self._do(domain, lambda handle: handle.resume())
+        return self._do(domain, lambda handle: handle.resume(), active=True)
 
     def reboot(self, domain: str) -> Domain:
-        return self._do(domain, lambda handle: handle.reboot(0))
+        return self._do(domain, lambda handle: handle.reboot(0), active=True)
 
     def reset(self, domain: str) -> Domain:
-        return self._do(domain, lambda handle: handle.reset(0))
+        return self._do(domain, lambda handle: handle.reset(0), active=True)
 
     def shutdown(self, domain: str, *, deadline_s: float) -> Domain:
         until = self._clock() + deadline_s
         with binding.translated(domain):
             handle = self._find(domain)
+            if not handle.isActive():
+                raise _not_running(domain)
             handle.shutdown()
             while True:
                 found = _after(handle)
@@ -206,9 +208,16 @@ class Domains:
                     )
                 time.sleep(_POLL_S)
 
-    def _do(self, domain: str, verb: Callable[[Any], object]) -> Domain:
+    def _do(self, domain: str, verb: Callable[[Any], object], *, active: bool) -> Domain:
         with binding.translated(domain):
             handle = self._find(domain)
+            # Drivers differ in what they call this refusal, so it is made here.
+            if active and not handle.isActive():
+                raise _not_running(domain)
+            if not active and handle.isActive():
+                raise ConflictError(
+                    "the domain is running already", code="domain-state", where=domain
+                )
             verb(handle)
             return _after(handle)
 
@@ -330,7 +339,7 @@ def _not_running(domain: str) -> AccelvisorError:
         "the domain is not running",
         code="domain-state",
         where=domain,
-        hint="start it, or use --persistent",
+        hint="accelctl vm start starts it",
     )
 
 

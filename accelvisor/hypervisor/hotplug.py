@@ -7,6 +7,7 @@ know the devices that this room plugs, so QEMU alone can tell which port is in u
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from accelvisor.errors import (
@@ -62,12 +63,24 @@ def free_port(buses: Sequence[Any], candidates: Sequence[str]) -> str:
     )
 
 
-def window_problem(buses: Sequence[Any], port: str, identifier: str) -> str | None:
+#: An AMD system keeps this range for HyperTransport; firmware does not always keep out of it.
+_HYPERTRANSPORT = (0xFD_0000_0000, 0xFF_FFFF_FFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """What a guest's address map depends on: CPUID's vendor, and bits of a physical address."""
+
+    vendor: str
+    address_bits: int
+
+
+def window_problem(buses: Sequence[Any], port: str, identifier: str, cpu: Cpu) -> str | None:
     """Why the guest can give the device's 64-bit prefetchable BARs no address behind this port.
 
-    A running guest keeps the windows that its firmware gave to a port, so a BAR that is larger than
-    the port's window stays without an address and the driver finds no device. None when it fits, or
-    when no firmware has set the port up yet.
+    A running guest keeps the windows that its firmware gave to a port, so a BAR that does not fit
+    stays without an address and the driver finds no device; nothing would tell. None when it fits,
+    or when no firmware has set the port up yet.
     """
     bridge = find_device(buses, port)
     device = find_device(buses, identifier)
@@ -83,9 +96,17 @@ def window_problem(buses: Sequence[Any], port: str, identifier: str) -> str | No
         for region in device.get("regions", ())
         if region.get("type") == "memory" and region.get("prefetch") and region.get("mem_type_64")
     )
-    if need <= have:
-        return None
-    return f"its windows need {need >> 20} MiB, the port {port} forwards {have >> 20} MiB"
+    if need > have:
+        return f"its windows need {need >> 20} MiB, the port {port} forwards {have >> 20} MiB"
+    # QEMU marks the range as reserved for such a CPU, SeaBIOS puts windows at the top of 40 bits
+    # of address space all the same, and Linux then gives out no address there.
+    reserved = cpu.vendor == "AuthenticAMD" and cpu.address_bits >= 40
+    if need and reserved and base <= _HYPERTRANSPORT[1] and limit >= _HYPERTRANSPORT[0]:
+        return (
+            f"the firmware put the window of port {port} into the addresses that an AMD processor"
+            " reserves (HyperTransport, from 0xfd00000000), where the guest gives out none"
+        )
+    return None
 
 
 def device_add_failed(identifier: str, error: dict[str, Any]) -> NoReturn:

@@ -46,14 +46,14 @@ class LiveDomain:
             hotplug.device_add_failed(identifier, reply["error"])
         try:
             after = self._command("query-pci")
-            problem = hotplug.window_problem(after, port, identifier)
+            problem = hotplug.window_problem(after, port, identifier, self._cpu())
             if problem is not None:
                 raise CapacityError(
                     f"the guest could not give function {uuid} an address: {problem}",
                     code="port-window",
                     where="hot-plug",
-                    hint="attach with --persistent and power the domain off and on,"
-                    " or take a smaller profile",
+                    hint="attach with --persistent and power the domain off and on: firmware then"
+                    " gives the function its addresses",
                 )
             self._remember(xml.FunctionEntry(uuid, socket, port))
         except BaseException:
@@ -99,6 +99,14 @@ class LiveDomain:
     def _present(self, identifier: str) -> bool:
         listed = self._command("qom-list", {"path": "/machine/peripheral"})
         return any(item.get("name") == identifier for item in listed)
+
+    def _cpu(self) -> hotplug.Cpu:
+        path = self._command("query-cpus-fast")[0]["qom-path"]
+        vendor, bits = (
+            self._command("qom-get", {"path": path, "property": name})
+            for name in ("vendor", "phys-bits")
+        )
+        return hotplug.Cpu(str(vendor), int(bits))
 
     def _remember(self, entry: xml.FunctionEntry) -> None:
         self._write([*self._entries(), entry])

@@ -1,7 +1,7 @@
 """A blocking client of one QEMU monitor socket: the IO around :mod:`accelvisor.hypervisor.qmp`.
 
-For a monitor of accelvisor's own (``-object monitor-qmp`` or ``-mon``): it also answers while libvirt
-is away and while QEMU waits for an incoming migration. QEMU serves one client at a time.
+For a monitor of accelvisor's own (``-object monitor-qmp`` or ``-mon``), which also answers while
+libvirt is away and while QEMU waits for an incoming migration. QEMU serves one client at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_EVENTS = 1024
 
 
 class MonitorError(SystemFailure):
-    """QEMU refused a command; ``error_class`` is QMP's (``GenericError``, ``DeviceNotFound``...)."""
+    """QEMU refused a command; ``error_class`` is QMP's, e.g. ``GenericError``."""
 
     code = "monitor-failed"
 

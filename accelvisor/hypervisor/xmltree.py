@@ -229,7 +229,7 @@ def discard(parent: ET.Element, element: ET.Element) -> None:
         before = parent[position - 1]
         if tail.strip():
             before.tail = (before.tail or "") + tail
-        elif last:
+        elif last and not (before.tail or "").strip():
             before.tail = tail  # what indents the closing tag
     elif tail.strip():
         parent.text = (parent.text or "") + tail

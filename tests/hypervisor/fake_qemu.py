@@ -1,0 +1,117 @@
+"""A QEMU behind its monitor, as far as hot-plug goes: ports, devices, a guest that lets go or not.
+
+The shape of the replies is that of QEMU 11.1.3 (``query-pci``, ``device_add``, ``device_del``,
+``qom-list``, ``qom-get``, ``query-cpus-fast``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+MIB = 1 << 20
+GIB = 1 << 30
+
+
+def _failure(text: str, kind: str = "GenericError") -> dict[str, Any]:
+    return {"error": {"class": kind, "desc": text}}
+
+
+@dataclass
+class FakeQemu:
+    """``ports``: id -> (base, limit) of the prefetchable window. ``lets_go_after``: how many looks
+    at ``/machine/peripheral`` an unplug takes; None for never.
+    """
+
+    ports: dict[str, tuple[int, int]]
+    window_bytes: int = 256 * MIB
+    vendor: str = "GenuineIntel"
+    phys_bits: int = 40
+    lets_go_after: int | None = 0
+    refuse: str = ""
+    drivers: tuple[str, ...] = ("vfio-user-pci",)
+    devices: dict[str, dict[str, Any]] = field(default_factory=dict)
+    leaving: dict[str, int] = field(default_factory=dict)
+    sent: list[dict[str, Any]] = field(default_factory=list)
+
+    def monitor(self, text: str) -> str:
+        command = json.loads(text)
+        self.sent.append(command)
+        handlers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+            "query-pci": self._query_pci,
+            "device_add": self._device_add,
+            "device_del": self._device_del,
+            "qom-list": self._qom_list,
+            "qom-get": self._qom_get,
+            "query-cpus-fast": lambda _: {"return": [{"qom-path": "/machine/unattached/cpu"}]},
+        }
+        reply = handlers[command["execute"]](command.get("arguments", {}))
+        return json.dumps({**reply, "id": f"libvirt-{len(self.sent)}"})
+
+    def _query_pci(self, _: dict[str, Any]) -> dict[str, Any]:
+        devices = []
+        for number, (name, (base, limit)) in enumerate(self.ports.items(), 1):
+            behind = [
+                self._endpoint(identifier, number)
+                for identifier, arguments in self.devices.items()
+                if arguments["bus"] == name
+            ]
+            window = {"base": base, "limit": limit}
+            bus = {"number": 0, "secondary": number, "prefetchable_range": window}
+            bridge: dict[str, Any] = {"bus": bus}
+            if behind:
+                bridge["devices"] = behind
+            devices.append(
+                {"bus": 0, "slot": number, "function": 0, "qdev_id": name, "regions": []}
+                | {"pci_bridge": bridge}
+            )
+        host = {"bus": 0, "slot": 0, "function": 0, "qdev_id": "", "regions": []}
+        return {"return": [{"bus": 0, "devices": [host, *devices]}]}
+
+    def _endpoint(self, identifier: str, bus: int) -> dict[str, Any]:
+        registers = {"bar": 0, "type": "memory", "size": 65536, "prefetch": False}
+        window = {"bar": 2, "type": "memory", "size": self.window_bytes, "prefetch": True}
+        return {
+            "bus": bus,
+            "slot": 0,
+            "function": 0,
+            "qdev_id": identifier,
+            "regions": [registers | {"mem_type_64": False}, window | {"mem_type_64": True}],
+        }
+
+    def _device_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if arguments["driver"] not in self.drivers:
+            name = arguments["driver"]
+            return _failure(f"'{name}' is not a valid device model name", "DeviceNotFound")
+        if arguments["id"] in self.devices:
+            return _failure(f"Duplicate device ID '{arguments['id']}'")
+        if self.refuse:
+            return _failure(self.refuse)
+        self.devices[arguments["id"]] = arguments
+        return {"return": {}}
+
+    def _device_del(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        identifier = arguments["id"]
+        if identifier not in self.devices:
+            return _failure(f"Device '{identifier}' not found", "DeviceNotFound")
+        if identifier in self.leaving:
+            return _failure(f"Device {identifier} is already in the process of unplug")
+        if self.lets_go_after is not None:
+            self.leaving[identifier] = self.lets_go_after
+        return {"return": {}}
+
+    def _qom_list(self, _: dict[str, Any]) -> dict[str, Any]:
+        for identifier, looks in list(self.leaving.items()):
+            if looks == 0:
+                del self.leaving[identifier], self.devices[identifier]
+            else:
+                self.leaving[identifier] = looks - 1
+        names = [{"name": "type", "type": "string"}]
+        names += [{"name": n, "type": "child<x>"} for n in (*self.ports, *self.devices)]
+        return {"return": names}
+
+    def _qom_get(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        values = {"vendor": self.vendor, "phys-bits": self.phys_bits}
+        return {"return": values[arguments["property"]]}
