@@ -161,18 +161,12 @@ class AddressMap:
         self._fresh = 0
         self._used_slots: dict[int, int] = {}
         found = []
-        u8, size = state.u8, s.DMA_BYTES
-        last = 0
-        for index in range(s.DMA_RECORDS):
-            at = s.DMA_AT + index * size
-            if index >= last and not any(state.u64[at // 8 : at // 8 + 4]):
-                if index - last > 1024:
-                    break  # records are handed out from the bottom; beyond a long gap is nothing
-                continue
-            last = index + 1
-            address, nbytes, offset, flags, slot = _RECORD.unpack_from(u8, at)
+        for index in range(state.u32[s.N_DMA_TOP]):
+            address, nbytes, offset, flags, slot_plus_1 = _RECORD.unpack_from(
+                state.u8, s.DMA_AT + index * s.DMA_BYTES
+            )
             if flags & _LIVE:
-                found.append((address, nbytes, offset, flags & ~_LIVE, slot - 1, index))
+                found.append((address, nbytes, offset, flags & ~_LIVE, slot_plus_1 - 1, index))
         self._adopt(sorted(found))
 
     def _adopt(self, found: list[tuple[int, int, int, int, int, int]]) -> None:
@@ -224,6 +218,7 @@ class AddressMap:
         else:
             index = self._fresh
             self._fresh += 1
+            self._state.u32[s.N_DMA_TOP] = self._fresh  # a new worker looks no further
         record = s.DMA_AT + index * s.DMA_BYTES
         _RECORD.pack_into(self._state.u8, record, address, size, offset, 0, slot + 1)
         self._state.u32[record // 4 + 6] = flags & 3 | _LIVE
@@ -253,6 +248,8 @@ class AddressMap:
     def clear(self) -> None:
         """Remove every map."""
         self._remove(0, len(self._maps))
+        self._state.u32[s.N_DMA_TOP] = self._fresh = 0
+        self._free.clear()
 
     def _remove(self, first: int, end: int) -> list[tuple[int, int]]:
         gone = self._maps[first:end]

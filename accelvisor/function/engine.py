@@ -226,7 +226,6 @@ class Engine:
                     return
             if self._attend:
                 return
-            time.sleep(0)  # lets the thread that answers registers in
         self._event.clear()
         frontend.announce_sleep(lanes, True)
         with self._fence:

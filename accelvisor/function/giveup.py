@@ -51,7 +51,7 @@ class Answerer:
     """Answers one connection after the last worker is gone, its unanswered message included."""
 
     def __init__(self, state_fd: int, connection: socket.socket, pipe: tuple[int, int]) -> None:
-        self._wire = Wire(State(state_fd), connection, pipe, _drop)
+        self._wire = Wire(State(state_fd), connection, pipe, _drop, lambda _: state_fd)
 
     def resume(self) -> bool:
         """Finish what the last worker left. False when the client is gone."""

@@ -143,6 +143,7 @@ W_STARTS = COUNTERS_AT // 8 + 64
 
 N = CONNECTION_AT // 4
 N_SEEN = N + 0  # number of the connection that the device was reset for
+N_DMA_TOP = N + 2  # DMA records below this one may be live
 N_IRQ_SLOT = N + 1  # descriptor slot + 1 of the MSI's eventfd
 N_STREAM64 = (CONNECTION_AT + 64) // 8  # migration stream position
 N_STREAM_START64 = N_STREAM64 + 1  # the same, before the message in flight

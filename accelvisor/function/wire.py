@@ -5,10 +5,13 @@ a reply or a second reply arrives. So every step leaves enough in the state memf
 kernel, for the next worker to go on without asking anybody.
 
 Receiving: the message is *peeked*, its bytes go into the receive record and its descriptors to
-the holder; then it is consumed by a plain recv, which drops the socket's copies of the
-descriptors. One 64-bit word (bytes consumed, bytes recorded) says where that stands. Whether the
-last recv happened is answered by the socket itself: if its head still equals the recorded bytes,
-it did not. (Requests carry a counter, so two that follow each other differ.)
+the holder; then it is consumed. One 64-bit word (bytes consumed, bytes recorded, descriptors)
+says where that stands. Whether the last read happened is answered by the socket itself: if its
+head still equals the recorded bytes, it did not. (Requests carry a counter, so two that follow
+each other differ.) A peek shows the descriptors of the first message in the queue that has any,
+also when that is not the head (Linux looks on past the end of what was asked for), so only the
+consuming read says whose they are; a worker that dies between that read and its note leaves the
+question to what is left in the queue.
 
 Sending: a reply goes into the send record, from there into a pipe, and from the pipe into the
 socket by splice(2). Both pipe ends are the holder's and outlive the worker, so what is left in
@@ -32,7 +35,7 @@ from collections.abc import Callable, Sequence
 from accelvisor.function import state as s
 from accelvisor.function.state import State
 from accelvisor.limits import LIMITS
-from accelvisor.vfio_user.protocol import HEADER, HEADER_BYTES
+from accelvisor.vfio_user.protocol import HEADER, HEADER_BYTES, Command
 from accelvisor.vfio_user.wire import broken, check_header, close_fds
 
 _PEEK_BYTES = 4096
@@ -41,14 +44,18 @@ _ANCILLARY = socket.CMSG_SPACE(_MAX_FDS * 4)
 #: Fits an empty pipe of the default size whole, so that one write into it never blocks.
 _PIPE_BYTES = 32 * 1024
 
-_RX64 = s.RX_AT // 8  # consumed | recorded << 32
-_RX_FDS = s.RX_AT // 4 + 2  # number of descriptors, then their slots
+_RX64 = s.RX_AT // 8  # consumed | recorded << 24 | descriptors << 48 | perhaps descriptors << 56
+_RX_SLOTS = s.RX_AT // 4 + 2
 _TX64 = s.TX_AT // 8  # total | flags, 0 when nothing is being sent
 _TXP64 = _TX64 + 1  # bytes sent before this chunk | bytes of the chunk that entered the pipe << 32
 _REPLY = 1 << 62  # the receive record is answered by this
 _DIRECT = 1 << 61  # carries a descriptor
 
 _LOW = 0xFFFF_FFFF
+_MESSAGE = 0xFF_FFFF
+_RECORDED = 24
+_FDS = 48
+_PERHAPS = 56
 
 
 class Disconnected(Exception):  # noqa: N818 - the ordinary end of a connection
@@ -61,6 +68,7 @@ class Wire:
     Args:
         keep: gives a received descriptor to the holder and returns its slot; it may refuse by
             raising, after it closed the descriptor.
+        look: the descriptor in a slot.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class Wire:
         connection: socket.socket,
         pipe: tuple[int, int],
         keep: Callable[[int], int],
+        look: Callable[[int], int],
     ) -> None:
         self._state = state
         self._u32 = state.u32
@@ -77,6 +86,7 @@ class Wire:
         self._fd = connection.fileno()
         self._out, self._in = pipe
         self._keep = keep
+        self._look = look
         self._lock = threading.Lock()
         self._scratch = bytearray(_PEEK_BYTES)
 
@@ -93,28 +103,29 @@ class Wire:
             ProtocolError: bytes that cannot be followed.
         """
         u64 = self._u64
-        have = u64[_RX64] & _LOW
+        word = u64[_RX64]
+        have = word & _MESSAGE
         data, fds = self._peek(_PEEK_BYTES)
-        if not data and not fds:
+        if not data:
             return None
         try:
             size = self._size(data if not have else bytes(self._record(have)) + data)
-            if size == len(data) and not have and not fds and size >= HEADER_BYTES:
+            if size == len(data) and not word and not fds and size >= HEADER_BYTES:
                 # The common case in one go: a whole small message without descriptors.
                 at = s.RX_DATA_AT
                 self._state.u8[at : at + size] = data
-                u64[_RX64] = size << 32
+                u64[_RX64] = size << _RECORDED
                 self._socket.recv_into(self._scratch, size)
                 u64[_RX64] = size
                 return data
+            if len(data) < size - have and len(data) == _PEEK_BYTES:
+                close_fds(fds)
+                fds = []
+                data, fds = self._peek(size - have)
         except BaseException:
             close_fds(fds)
             raise
-        if len(data) > size - have:
-            # Part of the next message came along, perhaps with its descriptors: look again.
-            close_fds(fds)
-            data, fds = self._peek(size - have)
-        return self._take(have, size, data, fds)
+        return self._take(word, size, data[: size - have], fds)
 
     def _peek(self, count: int) -> tuple[bytes, list[int]]:
         try:
@@ -125,12 +136,7 @@ class Wire:
             return b"", []
         except OSError as error:
             raise Disconnected(str(error)) from error
-        fds: list[int] = []
-        for level, kind, raw in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                numbers = array.array("i")
-                numbers.frombytes(raw[: len(raw) // 4 * 4])
-                fds.extend(numbers)
+        fds = _descriptors(ancillary) if ancillary else []
         if flags & socket.MSG_CTRUNC:
             close_fds(fds)
             raise broken(f"more than {_MAX_FDS} descriptors in one message")
@@ -146,46 +152,59 @@ class Wire:
         check_header(size, flags, LIMITS.vfio_message_bytes)
         return int(size)
 
-    def _take(self, have: int, size: int, data: bytes, fds: Sequence[int]) -> bytes | None:
+    def _take(self, word: int, size: int, data: bytes, fds: Sequence[int]) -> bytes | None:
         u64 = self._u64
-        self._adopt(fds)
+        have, count = word & _MESSAGE, word >> _FDS & 0xFF
+        perhaps = self._adopt(count, fds)
         at = s.RX_DATA_AT + have
         self._state.u8[at : at + len(data)] = data
-        u64[_RX64] = have | len(data) << 32
-        self._consume(len(data))
+        word = have | count << _FDS
+        u64[_RX64] = word | len(data) << _RECORDED | perhaps << _PERHAPS
+        if self._consume(len(data), perhaps):
+            count += perhaps
         have += len(data)
-        u64[_RX64] = have
+        u64[_RX64] = have | count << _FDS
         if have < HEADER_BYTES:
             return None
         # The header may have been completed just now, and say that there is more to come.
-        size = self._size(bytes(self._record(have)[:HEADER_BYTES]))
+        size = self._size(bytes(self._record(HEADER_BYTES)))
         return bytes(self._record(size)) if have >= size else None
 
-    def _adopt(self, fds: Sequence[int]) -> None:
-        u32 = self._u32
+    def _adopt(self, count: int, fds: Sequence[int]) -> int:
+        """Give peeked descriptors to the holder; returns how many."""
+        if count + len(fds) > _MAX_FDS:
+            close_fds(fds)
+            raise broken(f"more than {_MAX_FDS} descriptors in one message")
         for n, fd in enumerate(fds):
-            count = u32[_RX_FDS]
-            if count >= _MAX_FDS:
-                close_fds(fds[n:])
-                raise broken(f"more than {_MAX_FDS} descriptors in one message")
-            u32[_RX_FDS + 1 + count] = self._keep(fd)
-            u32[_RX_FDS] = count + 1
+            try:
+                self._u32[_RX_SLOTS + count + n] = self._keep(fd)
+            except BaseException:
+                close_fds(fds[n + 1 :])
+                raise
+        return len(fds)
 
-    def _consume(self, count: int) -> None:
+    def _consume(self, count: int, perhaps: int) -> bool:
+        """Take ``count`` bytes off the socket; whether descriptors came with them."""
         # One call for all of it: a worker killed between two would leave half a message consumed.
         if count > len(self._scratch):
             self._scratch = bytearray(count)
-        got = self._socket.recv_into(self._scratch, count)
+        if perhaps:
+            view = memoryview(self._scratch)[:count]
+            got, ancillary, _, _ = self._socket.recvmsg_into([view], _ANCILLARY)
+            close_fds(_descriptors(ancillary))  # those that were peeked are kept already
+        else:
+            got, ancillary = self._socket.recv_into(self._scratch, count), []
         if got != count:
             raise Disconnected(f"{got} of {count} bytes that had been there")
+        return bool(ancillary)
 
     def _record(self, count: int) -> memoryview:
         return self._state.u8[s.RX_DATA_AT : s.RX_DATA_AT + count]
 
     def slots(self) -> list[int]:
         """The holder's slots of the descriptors that came with the current message."""
-        count = self._u32[_RX_FDS]
-        return list(self._u32[_RX_FDS + 1 : _RX_FDS + 1 + count])
+        count = self._u64[_RX64] >> _FDS & 0xFF
+        return list(self._u32[_RX_SLOTS : _RX_SLOTS + count])
 
     # --- sending ---------------------------------------------------------------------------------
 
@@ -222,32 +241,36 @@ class Wire:
 
     def _forget(self) -> None:
         self._u64[_RX64] = 0
-        if self._u32[_RX_FDS]:
-            self._u32[_RX_FDS] = 0
 
-    def _pump(self, total: int) -> None:
-        """Chunk by chunk through the pipe, from wherever the progress word says."""
+    def _pump(self, total: int, sent: int = 0) -> None:
+        """Send the record chunk by chunk, from ``sent`` on."""
         u64, u8 = self._u64, self._state.u8
-        sent = u64[_TXP64] & _LOW
         while sent < total:
-            count = u64[_TXP64] >> 32
-            left = count
-            if not count:
-                count = min(_PIPE_BYTES, total - sent)
-                left = self._piped()
-                if not left:
-                    at = s.TX_DATA_AT + sent
-                    left = os.write(self._in, u8[at : at + count])
-                u64[_TXP64] = sent | count << 32
-            else:
-                left = self._piped()
-            while left:
-                try:
-                    left -= os.splice(self._out, self._fd, left)
-                except OSError as error:
-                    raise Disconnected(str(error)) from error
+            count = min(_PIPE_BYTES, total - sent)
+            at = s.TX_DATA_AT + sent
+            os.write(self._in, u8[at : at + count])
+            u64[_TXP64] = sent | count << 32
+            self._splice(count)
             sent += count
             u64[_TXP64] = sent
+
+    def _finish(self, total: int) -> None:
+        """Send the rest of the record, from wherever a predecessor came to."""
+        u64 = self._u64
+        sent, count = u64[_TXP64] & _LOW, u64[_TXP64] >> 32
+        if not count and self._piped():
+            count = min(_PIPE_BYTES, total - sent)
+            u64[_TXP64] = sent | count << 32
+        self._splice(self._piped())
+        u64[_TXP64] = sent + count
+        self._pump(total, sent + count)
+
+    def _splice(self, left: int) -> None:
+        while left:
+            try:
+                left -= os.splice(self._out, self._fd, left)
+            except OSError as error:
+                raise Disconnected(str(error)) from error
 
     def _piped(self) -> int:
         return int(struct.unpack("i", fcntl.ioctl(self._out, termios.FIONREAD, bytes(4)))[0])
@@ -274,22 +297,37 @@ class Wire:
             if sending & _REPLY:
                 self._forget()
             if not sending & _DIRECT:
-                self._pump(sending & _LOW)
+                self._finish(sending & _LOW)
             u64[_TX64] = 0
-        have, recorded = u64[_RX64] & _LOW, u64[_RX64] >> 32
+        word = u64[_RX64]
+        have, recorded = word & _MESSAGE, word >> _RECORDED & _MESSAGE
+        count, perhaps = word >> _FDS & 0xFF, word >> _PERHAPS
         if recorded:
-            expected = bytes(self._state.u8[s.RX_DATA_AT + have : s.RX_DATA_AT + have + recorded])
             head, fds = self._head(recorded)
-            close_fds(fds)
-            if head != expected:
+            if head != bytes(self._record(have + recorded)[have:]):
                 have += recorded
-            elif not have:
-                self._forget()
-            u64[_RX64] = have
+                if perhaps and self._were_ours(count, fds):
+                    count += perhaps
+            close_fds(fds)
+            u64[_RX64] = have | count << _FDS
         if have < HEADER_BYTES:
             return None
         size = self._size(bytes(self._record(HEADER_BYTES)))
         return bytes(self._record(size)) if have >= size else None
+
+    def _were_ours(self, count: int, left: Sequence[int]) -> bool:
+        """Whether descriptors that were peeked came with the bytes that were then consumed: yes if
+        they are not in the queue any more. When the queue's next are of the same file, both can
+        be; then the consumed message has them if it is of a kind that brings any.
+        """
+        if not left:
+            return True
+        kept = os.fstat(self._look(self._u32[_RX_SLOTS + count]))
+        next_one = os.fstat(left[0])
+        if (kept.st_dev, kept.st_ino) != (next_one.st_dev, next_one.st_ino):
+            return True
+        _, command, _, _, _ = HEADER.unpack_from(self._record(HEADER_BYTES))
+        return command in (Command.DMA_MAP, Command.DEVICE_SET_IRQS)
 
     def _head(self, count: int) -> tuple[bytes, list[int]]:
         try:
@@ -303,3 +341,13 @@ class Wire:
         self._u64[_TX64] = 0
         while left := self._piped():
             os.read(self._out, left)
+
+
+def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:
+    fds: list[int] = []
+    for level, kind, raw in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            numbers = array.array("i")
+            numbers.frombytes(raw[: len(raw) // 4 * 4])
+            fds.extend(numbers)
+    return fds

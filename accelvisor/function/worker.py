@@ -110,7 +110,10 @@ class Worker:
     def _attach(self, connection: socket.socket, number: int) -> None:
         """Serve a connection: a new one from the start, a predecessor's from where that was."""
         u32 = self._state.u32
-        wire = Wire(self._state, connection, self._given.pipe, self._descriptors.keep)
+        held = self._descriptors
+        wire = Wire(
+            self._state, connection, self._given.pipe, held.keep, held.fds.__getitem__
+        )
         self._connection, self._number, self._wire = connection, number, wire
         agreement = None
         if u32[s.N_SEEN] != number:

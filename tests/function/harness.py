@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -32,7 +35,10 @@ from accelvisor.abi.registers import (
     QueueStatus,
     Reg,
 )
+from accelvisor.function.descriptors import Descriptors
+from accelvisor.function.device import Device
 from accelvisor.function.spec import Spec
+from accelvisor.function.state import STATE_BYTES, W_STARTS, State
 from accelvisor.kernels.registry import BY_NAME
 from accelvisor.limits import MIB
 from accelvisor.vfio_user.client import Client
@@ -148,7 +154,7 @@ def running(**changes: Any) -> Iterator[Process]:
 class Ring:
     """One queue, driven command by command, as plainly as possible."""
 
-    def __init__(self, guest: Guest, index: int) -> None:
+    def __init__(self, guest: Guest | Local, index: int) -> None:
         self.guest = guest
         self.index = index
         spec = guest.spec
@@ -286,8 +292,6 @@ class Guest:
     """The in-tree client as a VM with 32 MiB of RAM."""
 
     def __init__(self, process: Process, ram_bytes: int = 32 * MIB) -> None:
-        import threading
-
         self.spec = process.spec
         self.transport = ClientTransport(process.client(), ram_bytes=ram_bytes)
         self.window = self.transport.window
@@ -316,7 +320,7 @@ class Guest:
         while not condition():
             spins += 1
             if spins > 200:
-                self.client.pump(0.001)
+                self.client.pump(0.0001)
                 assert time.monotonic() < deadline, "no completion in time"
 
     def close(self) -> None:
@@ -329,6 +333,123 @@ class Guest:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+class Local:
+    """A device in this process, its engine running, with RAM mapped: the same face as Guest."""
+
+    RAM = 0x1000_0000
+
+    def __init__(self, ram_bytes: int = 4 * MIB, **changes: Any) -> None:
+        spec = make_spec(Path("/tmp"), **{"memory_bytes": 16 * MIB, **changes})
+        self.spec = spec
+        self.fds = [memfd("state", STATE_BYTES), memfd("window", spec.window_bytes),
+                    memfd("memory", spec.memory_bytes)]  # fmt: skip
+        self.told: list[tuple[bytes, int]] = []
+        self.held: dict[int, int] = {}
+        self.fence = threading.Lock()
+        self._next = 0
+        self._rings: list[Ring] = []
+        self.start()
+        self.ram_fd = memfd("ram", ram_bytes)
+        self.ram = mmap.mmap(self.ram_fd, ram_bytes)
+        self.map(self.RAM, ram_bytes, self.ram_fd)
+        self.device.config.write(0x04, b"\x06\x00")
+
+    def start(self) -> None:
+        """What a worker does at its start."""
+        self.state = State(self.fds[0])
+        self.state.u64[W_STARTS] += 1
+        self.descriptors = Descriptors(self._tell, self.held)
+        self.device = Device(self.spec, self.state, self.fds[1], self.fds[2], self.descriptors)
+        self.window = self.device.window
+        self.device.start()
+
+    def restart(self) -> None:
+        """Stop this worker at a boundary and start another over the same memory."""
+        self.device.stop()
+        self.held = {slot: os.dup(fd) for slot, fd in self.descriptors.fds.items()}
+        self._close_device()
+        self.start()
+
+    def _tell(self, data: bytes, fds: tuple[int, ...]) -> None:
+        self.told.append((data, len(fds)))
+
+    def map(self, address: int, size: int, fd: int | None, flags: int = 3, offset: int = 0) -> None:
+        """DMA_MAP as the worker would hand it to the model."""
+        if fd is None:
+            self.device.dma_map(address, size, flags, offset, None)
+            return
+        slot = self.descriptors.keep(os.dup(fd))
+        passed = os.dup(fd)
+        self.device.incoming = {passed: slot}
+        try:
+            self.device.dma_map(address, size, flags, offset, passed)
+        finally:
+            self.device.incoming = {}
+            self.device.sweep()
+
+    def read32(self, offset: int) -> int:
+        return int.from_bytes(self.device.region_read(0, offset, 4), "little")
+
+    def write32(self, offset: int, value: int) -> None:
+        self.device.region_write(0, offset, value.to_bytes(4, "little"))
+
+    def buffer(self, raw: bytes) -> Buffer:
+        size = max(4096, (len(raw) + 4095) // 4096 * 4096)
+        if self._next + size > len(self.ram):
+            self._next = 0
+        at, self._next = self._next, self._next + size
+        return Buffer(_Span(self.RAM + at, memoryview(self.ram)[at : at + size]), raw)
+
+    def ring(self, index: int = 0) -> Ring:
+        ring = Ring(self, index)
+        self._rings.append(ring)
+        return ring
+
+    def wait(self, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:
+        wait_for(condition, "a completion", timeout_s)
+
+    def _close_device(self) -> None:
+        for fd in self.descriptors.fds.values():
+            os.close(fd)
+
+    def close(self) -> None:
+        self.device.stop()
+        self._close_device()
+        for fd in (*self.fds, self.ram_fd):
+            os.close(fd)
+
+    def __enter__(self) -> Local:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class _Span:
+    """A part of RAM; released when the test ends."""
+
+    def __init__(self, address: int, view: memoryview) -> None:
+        self.address = address
+        self.view = view
+
+    def release(self) -> None:
+        self.view.release()
+
+
+def memfd(name: str, size: int, *, sealed: bool = True) -> int:
+    """A memfd of ``size`` bytes, sealed against shrinking as QEMU's are."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    if sealed:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
+def open_fds(pid: int | str = "self") -> int:
+    """How many descriptors a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def operation(name: str, *operands: int, **attributes: float) -> Operation:
