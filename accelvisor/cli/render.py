@@ -140,7 +140,7 @@ def profiles(items: Sequence[Mapping[str, Any]]) -> str:
             "WINDOW": size(item["window_bytes"]),
             "QUEUES": str(item["queues"]),
             "FITS": str(item["fits"]),
-            "THEN": item["limit"],
+            "LIMIT": item["limit"],
         }
         for item in items
     ]

@@ -37,6 +37,8 @@ from accelvisor.daemon.service import AdminService, Identity
 from accelvisor.daemon.store import Store
 from accelvisor.daemon.supervisor import Supervisor, choose
 from accelvisor.errors import SystemFailure
+from accelvisor.hypervisor import capabilities
+from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import DomainEvent, DomainEventKind, DomainsPort
 
 LOG = logging.getLogger(__name__)
@@ -55,6 +57,8 @@ class Setup:
     Attributes:
         listener: an inherited listening socket; None to bind one.
         supervisor: None to choose by the configuration.
+        load_domains: makes the hypervisor's port for an URI.
+        examine: looks at the host's hypervisor for Doctor; blocks.
         fault: passed on to :class:`World`.
     """
 
@@ -64,6 +68,7 @@ class Setup:
     listener: socket.socket | None = None
     supervisor: Supervisor | None = None
     load_domains: Callable[[str], DomainsPort] = domains.load
+    examine: Callable[[str], Sequence[Finding]] = capabilities.examine
     clock: Callable[[], float] = time.time
     fault: Callable[[str], None] = lambda step: None
 
@@ -145,7 +150,13 @@ class Daemon:
             boot_id=_boot_id(),
             started=setup.clock(),
         )
-        service = AdminService(identity, self._functions, links, hub)
+        service = AdminService(
+            identity,
+            self._functions,
+            links,
+            hub,
+            lambda: setup.examine(setup.config.libvirt.uri),
+        )
         dispatcher = Dispatcher(service, policy(setup.config), accelvisor.__version__)
         self._server = AdminServer(dispatcher)
         self._undo.push_async_callback(self._server.stop)

@@ -1,4 +1,5 @@
-"""What is missing on this host: facts are gathered in one function, judged in others.
+"""What is missing on this host beside its hypervisor: facts are gathered in one function, judged in
+others. QEMU, KVM and libvirt are judged by :mod:`accelvisor.hypervisor.capabilities`.
 
 A *problem* keeps something from working, a *warning* makes it worse, *ok* is said too, so that a
 reader sees what was looked at.
@@ -6,10 +7,8 @@ reader sees what was looked at.
 
 from __future__ import annotations
 
-import os
-import platform
+import grp
 import re
-import shutil
 import stat
 import subprocess
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ from accelvisor.daemon.store import Function
 from accelvisor.limits import MIB
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
-_NEED_QEMU = (10, 1)  # the first with vfio-user-pci
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +42,6 @@ class Check:
 class Facts:
     """What was seen. None means: not there."""
 
-    kernel: str
-    kvm: str | None  # what happened when /dev/kvm was opened: "usable", or why not
-    qemu_path: str | None
-    qemu_version: tuple[int, int] | None
-    qemu_vfio_user: bool
-    hypervisor: str | None  # versions in words
-    hypervisor_error: str
     systemd: int | None  # version, when it is pid 1
     supervisor: str
     controllers: Sequence[str]  # of cgroup v2
@@ -65,23 +56,12 @@ def gather(
     *,
     admin_socket: Path,
     supervisor: str,
-    hypervisor: str | None,
-    hypervisor_error: str,
     socket_group: str,
 ) -> Facts:
-    """Look at the machine. Blocks for some tens of milliseconds (QEMU is asked): use a thread."""
-    path = shutil.which("qemu-system-x86_64") or shutil.which("qemu-system-aarch64")
-    version, vfio_user = _qemu(path) if path else (None, False)
+    """Look at the machine. Blocks for some milliseconds: use a thread."""
     mode, group = _socket(admin_socket)
     meminfo = _meminfo()
     return Facts(
-        kernel=platform.release(),
-        kvm=_kvm(),
-        qemu_path=path,
-        qemu_version=version,
-        qemu_vfio_user=vfio_user,
-        hypervisor=hypervisor,
-        hypervisor_error=hypervisor_error,
         systemd=_systemd(),
         supervisor=supervisor,
         controllers=_read("/sys/fs/cgroup/cgroup.controllers").split(),
@@ -96,9 +76,6 @@ def gather(
 def judge(facts: Facts, functions: Sequence[Function]) -> list[Check]:
     """The findings, in a fixed order."""
     return [
-        _judge_qemu(facts),
-        _judge_kvm(facts),
-        _judge_libvirt(facts),
         _judge_systemd(facts),
         _judge_cgroups(facts),
         _judge_memory(facts, functions),
@@ -107,33 +84,6 @@ def judge(facts: Facts, functions: Sequence[Function]) -> list[Check]:
         _judge_group(facts),
         _judge_functions(functions),
     ]
-
-
-def _judge_qemu(facts: Facts) -> Check:
-    hint = "install QEMU 10.1 or newer (Debian 13: from trixie-backports)"
-    if facts.qemu_path is None:
-        return Check("qemu", PROBLEM, "no qemu-system-x86_64 in the path", hint)
-    version = ".".join(map(str, facts.qemu_version or ("?",)))
-    if facts.qemu_vfio_user:
-        return Check("qemu", OK, f"QEMU {version} with vfio-user-pci")
-    if facts.qemu_version is not None and facts.qemu_version < _NEED_QEMU:
-        return Check("qemu", PROBLEM, f"QEMU {version} has no vfio-user-pci", hint)
-    return Check("qemu", PROBLEM, f"QEMU {version} was built without vfio-user-pci", hint)
-
-
-def _judge_kvm(facts: Facts) -> Check:
-    if facts.kvm == "usable":
-        return Check("kvm", OK, "/dev/kvm opens")
-    found = "no /dev/kvm" if facts.kvm is None else f"/dev/kvm: {facts.kvm}"
-    hint = "domains run in software emulation (TCG), which is slow; enable virtualisation"
-    return Check("kvm", WARNING, found, hint)
-
-
-def _judge_libvirt(facts: Facts) -> Check:
-    if facts.hypervisor is not None:
-        return Check("libvirt", OK, facts.hypervisor)
-    hint = "without it functions work, domains do not: systemctl start libvirtd"
-    return Check("libvirt", WARNING, facts.hypervisor_error or "not reachable", hint)
 
 
 def _judge_systemd(facts: Facts) -> Check:
@@ -204,33 +154,6 @@ def _judge_functions(functions: Sequence[Function]) -> Check:
 # --- looking ------------------------------------------------------------------------------
 
 
-def _qemu(path: str) -> tuple[tuple[int, int] | None, bool]:
-    def ask(*arguments: str) -> str:
-        try:
-            return subprocess.run(
-                [path, *arguments], capture_output=True, text=True, timeout=10, check=False
-            ).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-
-    return _version(ask("--version")), "vfio-user-pci" in ask("-device", "help")
-
-
-def _version(text: str) -> tuple[int, int] | None:
-    match = re.search(r"(\d+)\.(\d+)", text)
-    return (int(match[1]), int(match[2])) if match else None
-
-
-def _kvm() -> str | None:
-    try:
-        os.close(os.open("/dev/kvm", os.O_RDWR | os.O_CLOEXEC))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        return error.strerror
-    return "usable"
-
-
 def _systemd() -> int | None:
     if not Path("/run/systemd/system").is_dir():
         return None
@@ -260,8 +183,6 @@ def _meminfo() -> dict[str, int]:
 
 
 def _has_group(name: str) -> bool:
-    import grp
-
     try:
         grp.getgrnam(name)
     except KeyError:

@@ -276,7 +276,10 @@ class Functions:
             "socket_group": self.socket_group,
         }
         try:
-            files.directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            files.directory.mkdir(parents=True, exist_ok=True)
+            # A function's unit runs in our group and makes its sockets there; QEMU only passes
+            # through to the one whose path it knows. chmod: a umask takes from mkdir's mode.
+            files.directory.chmod(0o771)
             staged = files.spec.with_suffix(".new")
             staged.write_text(json.dumps(spec, indent=2) + "\n")
             os.replace(staged, files.spec)

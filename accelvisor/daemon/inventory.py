@@ -131,13 +131,17 @@ def _on_card(left: Free, profile: Profile) -> Placement | list[str]:
     )
     if len(able) < profile.chips:
         reasons.append(
-            f"{name}: {len(able)} of {left.card.chips} chips have {each} cores free,"
+            f"{name}: {len(able)} of {left.card.chips} chips have {_cores(each)} free,"
             f" {profile.chips} wanted"
         )
     if reasons:
         return reasons
     cores = {chip: tuple(left.cores[chip][:each]) for chip in sorted(able[: profile.chips])}
     return Placement(name, cores, profile.memory_bytes)
+
+
+def _cores(count: int) -> str:
+    return "1 core" if count == 1 else f"{count} cores"
 
 
 def fits(cards: Sequence[Card], held: Sequence[Placement], profile: Profile) -> Fit:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions
 from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
+from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import Domain, DomainsPort
 
 #: Seconds: of the event stream's signs of life, and how long verbs wait for guests.
@@ -44,17 +45,19 @@ class AdminService:
         functions: Functions,
         links: DomainsLink,
         hub: EventHub,
+        examine: Callable[[], Sequence[Finding]],
     ) -> None:
         self.identity = identity
         self._functions = functions
         self._registry = functions.registry
         self._links = links
         self._hub = hub
+        self._examine = examine
 
     # --- the host --------------------------------------------------------------------------------
 
     async def get_host(self) -> dict[str, Any]:
-        hypervisor, _ = await self._hypervisor()
+        hypervisor = await self._hypervisor()
         return {
             "host": {
                 "name": self.identity.name,
@@ -93,17 +96,19 @@ class AdminService:
         return {"profiles": [wire.profile(p, cards, held) for p in self._functions.profiles]}
 
     async def doctor(self) -> dict[str, Any]:
-        hypervisor, error = await self._hypervisor()
         world = self._functions.world
+        findings = await asyncio.to_thread(self._examine)
         facts = await asyncio.to_thread(
             doctor.gather,
             admin_socket=world.paths.admin_socket,
             supervisor=world.supervisor.name,
-            hypervisor=hypervisor,
-            hypervisor_error=error,
             socket_group=self._functions.socket_group,
         )
-        return {"checks": [item.to_dict() for item in doctor.judge(facts, self._registry.all())]}
+        checks = [
+            doctor.Check(item.name, item.severity.value, item.found, item.hint) for item in findings
+        ]
+        checks += doctor.judge(facts, self._registry.all())
+        return {"checks": [item.to_dict() for item in checks]}
 
     # --- functions -------------------------------------------------------------------------------
 
@@ -264,11 +269,11 @@ class AdminService:
             await self._links.look()
         return {"domain": wire.domain(found)}
 
-    async def _hypervisor(self) -> tuple[str | None, str]:
+    async def _hypervisor(self) -> str | None:
         try:
-            return await self._links.call(lambda port: port.version()), ""
-        except AccelvisorError as error:
-            return None, error.message
+            return await self._links.call(lambda port: port.version())
+        except AccelvisorError:
+            return None
 
 
 def _deadline(given: float | None, default: float) -> float:

@@ -187,6 +187,7 @@ class Harness:
             Notifier(),
             supervisor=self.supervisor,
             load_domains=lambda uri: self.domains,
+            examine=lambda uri: [],
         )
         return replace(made, **changes)
 

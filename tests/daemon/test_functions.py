@@ -133,7 +133,7 @@ def test_a_full_host_says_all_reasons_and_takes_nothing(harness: Harness) -> Non
                 await harness.create("three")
             assert caught.value.code == "no-room"
             assert "a: 0 MiB of memory free" in caught.value.message
-            assert "a: 0 of 1 chips have 1 cores free" in caught.value.message
+            assert "a: 0 of 1 chips have 1 core free" in caught.value.message
             assert "b: 0 MiB of memory free" in caught.value.message
             assert len((await harness.call("ListFunctions"))["functions"]) == 2
             profiles = (await harness.call("ListProfiles"))["profiles"]

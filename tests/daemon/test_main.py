@@ -132,6 +132,7 @@ sock = socket.socket(socket.AF_UNIX)
 sock.bind(sys.argv[1])
 sock.listen(8)
 os.dup2(sock.fileno(), 3)
+os.set_inheritable(3, True)
 os.environ.update(LISTEN_PID=str(os.getpid()), LISTEN_FDS="1", LISTEN_FDNAMES=sys.argv[2])
 os.execv(sys.argv[3], sys.argv[3:])
 """
