@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from uuid import NAMESPACE_DNS, uuid5
 from xml.sax.saxutils import escape, quoteattr
 
 from accelvisor.lab.container import GUEST_IMAGES
 
 _QEMU = "http://libvirt.org/schemas/domain/qemu/1.0"
 # The console for people; the rest skips what emulated hardware takes long to answer.
-_KERNEL = (
+KERNEL_ARGUMENTS = (
     "console=ttyS0 quiet panic=-1 mitigations=off tsc=reliable no_timer_check nokaslr audit=0 "
     "8250.nr_uarts=1 random.trust_cpu=on"
 )
@@ -32,6 +33,8 @@ class DomainSpec:
     qemu: tuple[str, ...] = ()
     # Further elements inside <domain>, such as <metadata>.
     extra: str = ""
+    # Made from the name by default, so that a domain can be defined again.
+    uuid: str = ""
     kernel: str = ""
 
     def xml(self) -> str:
@@ -47,6 +50,7 @@ class DomainSpec:
         return f"""\
 <domain type='qemu' xmlns:qemu='{_QEMU}'>
   <name>{escape(self.name)}</name>
+  <uuid>{self.uuid or uuid5(NAMESPACE_DNS, f"{self.name}.accelvisor-lab")}</uuid>
   <memory unit='MiB'>{self.memory_mib}</memory>
   <vcpu>{self.vcpus}</vcpu>
   <memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
@@ -55,7 +59,7 @@ class DomainSpec:
     <type arch='x86_64' machine='q35'>hvm</type>
     <kernel>{GUEST_IMAGES}/vmlinuz</kernel>
     <initrd>{GUEST_IMAGES}/initrd.img</initrd>
-    <cmdline>{_KERNEL} hostname={escape(self.name)} {escape(self.kernel)}</cmdline>
+    <cmdline>{KERNEL_ARGUMENTS} hostname={escape(self.name)} {escape(self.kernel)}</cmdline>
   </os>
   <features><acpi/><apic/>{"<ioapic driver='qemu'/>" if self.iommu else ""}</features>
   <cpu mode='maximum'/>

@@ -18,7 +18,7 @@ from accelvisor.lab.cpio import Archive
 from accelvisor.lab.process import die_with_parent, in_private_mounts, run
 from accelvisor.lab.progress import Progress, run_logged
 
-_EDITION = "2"
+_EDITION = "3"
 _DATA = Path(__file__).parent / "data"
 
 PACKAGES = (
@@ -150,6 +150,8 @@ def _add_init(root: Path) -> None:
     power.mkdir(parents=True)
     (power / "00000080").write_text("#!/bin/sh\nexec busybox poweroff\n", encoding="ascii")
     (power / "00000080").chmod(0o755)
+    # No escape sequences around each prompt of the console's log.
+    (root / "root/.inputrc").write_text("set enable-bracketed-paste off\n", encoding="ascii")
     (root / "etc/hostname").write_text("guest\n", encoding="ascii")
     (root / "etc/hosts").write_text("127.0.0.1 localhost\n::1 localhost\n", encoding="ascii")
 

@@ -14,8 +14,9 @@ from accelvisor.lab import apt, cache
 from accelvisor.lab.process import in_private_mounts
 from accelvisor.lab.progress import Progress, apt_percent, counted, run_logged
 
-# Raise it to rebuild the images when what they should be has changed but no recipe line has.
-_EDITION = "1"
+# Raised to rebuild an image when what it should be has changed but no line of its recipe has.
+_BASE_EDITION = "1"
+_HOST_EDITION = "2"
 
 # libvirt and QEMU as a Debian user installs them; from backports, since vfio-user-pci needs
 # QEMU 10.1. Without recommended packages: no graphics, no sound, no network boot.
@@ -82,14 +83,13 @@ force-unsafe-io
 
 def base_key() -> str:
     """Changes when the base must be built anew."""
-    return cache.digest(_EDITION, apt.SUITE, _EXCLUDED)
+    return cache.digest(_BASE_EDITION, apt.SUITE, _EXCLUDED)
 
 
 def host_key() -> str:
     """Changes when the host image must be built anew."""
-    return cache.digest(
-        base_key(), *BACKPORTS, "|", *PACKAGES, "|", *MASKED, QEMU_CONF, LIBVIRTD_CONF
-    )
+    parts = (*BACKPORTS, "|", *PACKAGES, "|", *MASKED, QEMU_CONF, LIBVIRTD_CONF)
+    return cache.digest(_HOST_EDITION, base_key(), *parts)
 
 
 def base(progress: Progress) -> Path:
@@ -177,6 +177,8 @@ def _settle(root: Path) -> None:
             sink.write(text)
     # Without a locale systemd asks for one on the console of the first boot.
     (root / "etc/locale.conf").write_text("LANG=C.UTF-8\n", encoding="utf-8")
+    # From here on a package is installed with its documentation, as a user would have it.
+    (root / "etc/dpkg/dpkg.cfg.d/accelvisor-lab").unlink()
     # Newer than everything in /usr: the first boot has no caches to rebuild.
     for stamp in ("etc/.updated", "var/.updated"):
         (root / stamp).touch()

@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
-from accelvisor.errors import ConflictError, UsageError
+from accelvisor.errors import ConflictError, DeadlineError, UsageError
 from accelvisor.lab import cache
-from accelvisor.lab.process import ProcessId
+from accelvisor.lab.process import ProcessId, wait_until
 
 RUN = Path("/run/accelvisor-lab")
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
 MAX_HOSTS = 4
+_LOCK_S = 5.0
 
 
 def checked_name(name: str) -> str:
@@ -121,12 +122,15 @@ def instance_directory(name: str) -> Path:
 
 @contextmanager
 def locked(name: str) -> Iterator[None]:
-    """Only one process at a time changes a laboratory; a second one is told, not kept waiting."""
+    """Only one process at a time changes a laboratory; a second one is told soon.
+
+    Not at once: children of a process that was just killed may hold its lock for a moment.
+    """
     RUN.mkdir(parents=True, exist_ok=True)
     with (RUN / f"{name}.lock").open("w") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            wait_until(lambda: _try_lock(handle), deadline_s=_LOCK_S, what=f"lock of {name}")
+        except DeadlineError:
             raise ConflictError(
                 f"another process is changing the laboratory {name!r}",
                 code="lab-busy",
@@ -134,6 +138,14 @@ def locked(name: str) -> Iterator[None]:
                 hint="wait for it, or choose another name with ACCELVISOR_LAB_NAME",
             ) from None
         yield
+
+
+def _try_lock(handle: TextIO) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _path(name: str) -> Path:

@@ -2,4 +2,4 @@
 # ACPI power button: `virsh shutdown --mode acpi`. After the agent, since nobody waits for it.
 modprobe evdev
 modprobe button
-exec busybox acpid -d
+exec acpid -d

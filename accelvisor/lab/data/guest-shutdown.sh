@@ -1,7 +1,9 @@
 #!/bin/sh
-# What the guest agent calls: shutdown -P|-r|-H +0 MESSAGE. Init does it, services first.
-case $1 in
-    -r) exec busybox reboot ;;
-    -H) exec busybox halt ;;
-    *) exec busybox poweroff ;;
-esac
+# What the guest agent calls: shutdown -h -P|-r|-H +0 MESSAGE. Init does it, services first.
+for word in "$@"; do
+    case $word in
+        -r) exec busybox reboot ;;
+        -H) exec busybox halt ;;
+    esac
+done
+exec busybox poweroff
