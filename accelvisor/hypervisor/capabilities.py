@@ -53,9 +53,13 @@ class Qemu:
 
 
 @functools.cache
-def kvm_usable() -> bool:
-    """KVM can run a guest. Probed once in a process: it does not change while the host is up."""
-    return kvm.probe().usable
+def kvm_verdict() -> kvm.KvmVerdict:
+    """Can KVM run a guest? Found out once in a process: it does not change while the host is up.
+
+    accelvisord's unit hides /dev/kvm from it and records the answer beforehand.
+    """
+    directory = os.environ.get("ACCELVISOR_RUN_DIR", "/run/accelvisor")
+    return kvm.verdict(os.path.join(directory, "kvm"))
 
 
 def query_qemu(path: str, *, deadline_s: float = 20.0) -> Qemu:
@@ -157,7 +161,7 @@ def examine(uri: str = "qemu:///system") -> Sequence[Finding]:
     return [
         judge_libvirt(version, error),
         judge_qemu(query_qemu(path)),
-        judge_kvm(kvm.probe()),
+        judge_kvm(kvm_verdict()),
         judge_hook(),
     ]
 

@@ -16,7 +16,7 @@ from typing import Any
 from accelvisor.errors import AccelvisorError, ConflictError, DeadlineError, NotFoundError
 from accelvisor.hypervisor import binding, xml
 from accelvisor.hypervisor.builder import build
-from accelvisor.hypervisor.capabilities import kvm_usable
+from accelvisor.hypervisor.capabilities import kvm_verdict
 from accelvisor.hypervisor.events import EventSubscription
 from accelvisor.hypervisor.live import LiveDomain
 from accelvisor.hypervisor.port import (
@@ -154,7 +154,7 @@ class Domains:
             return _describe(self._connect().defineXML(xml))
 
     def domain_xml(self, options: DomainOptions) -> str:
-        return build(options, kvm=options.accelerator == "auto" and kvm_usable())
+        return build(options, kvm=options.accelerator == "auto" and kvm_verdict().usable)
 
     def attachment_xml(self, function: str, socket: str) -> str:
         return xml.attachment_xml(function, socket)

@@ -58,8 +58,8 @@ def free_port(buses: Sequence[Any], candidates: Sequence[str]) -> str:
         else "the running domain has no PCIe root port",
         code="no-hotplug-port",
         where="hot-plug",
-        hint="prepare the domain (accelctl vm prepare), then power it off and on,"
-        " or attach with --persistent only",
+        hint="attach with --persistent only, then power the domain off and on;"
+        " accelctl vm define --hotplug-ports makes domains with more ports",
     )
 
 

@@ -107,8 +107,30 @@ def test_a_probe_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (verdict.usable, "did not stop" in verdict.detail) == (False, True)
 
 
-def test_the_verdict_is_what_running_the_instruction_says() -> None:
-    if platform.machine() != "x86_64" or not os.path.exists("/dev/kvm"):
+def test_the_verdict_is_what_running_the_instructions_says() -> None:
+    if platform.machine() != "x86_64" or not os.access("/dev/kvm", os.R_OK | os.W_OK):
         assert not kvm.probe().usable
         return
-    assert kvm.probe().usable == (kvm.run_hlt("/dev/kvm") is None)
+    assert kvm.probe().usable == (kvm.run_code("/dev/kvm") is None)
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_a_recorded_verdict_serves_where_the_device_is_hidden(tmp_path: Path, usable: bool) -> None:
+    path, verdict = str(tmp_path / "kvm"), kvm.KvmVerdict(usable, "as found")
+    kvm.record(path, kvm.KvmVerdict(not usable, "an older one"))
+    kvm.record(path, verdict)
+    assert kvm.verdict(path, device="/nowhere/kvm") == verdict
+    assert [entry.name for entry in tmp_path.iterdir()] == ["kvm"]
+
+
+@pytest.mark.parametrize("text", ["", "no", "[]", "{}", '{"usable": 1, "detail": ""}', "\x00"])
+def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "kvm"
+    path.write_text(text)
+    assert kvm.recorded(str(path)) is None
+    assert not kvm.verdict(str(path), device="/nowhere/kvm").usable
+
+
+def test_recording_succeeds_also_when_kvm_is_of_no_use(tmp_path: Path) -> None:
+    assert kvm.main(["kvm", "--record", str(tmp_path / "kvm")]) == 0
+    assert kvm.recorded(str(tmp_path / "kvm")) == kvm.probe()

@@ -89,7 +89,7 @@ def test_a_second_function_takes_the_next_port_and_a_third_finds_none() -> None:
 def test_a_domain_without_ports_says_how_to_get_some() -> None:
     error = refusal(domain(FakeQemu({}), BARE)[0].plug, UUID, SOCKET)
     assert error.code == "no-hotplug-port"
-    assert "prepare" in error.hint
+    assert "--persistent" in error.hint
 
 
 def test_libvirts_own_free_port_serves_when_nothing_is_spare() -> None:
