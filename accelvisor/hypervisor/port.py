@@ -1,14 +1,15 @@
 """What the daemon asks of a hypervisor: verbs and results, without libvirt.
 
-:class:`DomainsPort` is implemented by :class:`accelvisor.hypervisor.domains.Domains`. All verbs block
-(the daemon calls them in a thread of its own) and are bounded by a deadline. Every verb raises
+:class:`DomainsPort` is implemented by :class:`accelvisor.hypervisor.domains.Domains`. All verbs
+block (the daemon calls them in a thread of its own). Every verb raises
 
-* :class:`accelvisor.errors.UnavailableError` (``libvirt-unavailable``) when libvirt is not installed
-  or not reachable; the next call tries to connect again;
+* :class:`accelvisor.errors.UnavailableError` (``libvirt-unavailable``) when libvirt is not
+  installed or not reachable; the next call tries to connect again;
 * :class:`accelvisor.errors.NotFoundError` (``domain-not-found``) for an unknown domain;
-* :class:`accelvisor.errors.ConflictError` (``domain-state``) when the domain's state forbids the verb;
-* :class:`accelvisor.errors.SystemFailure` (``libvirt-failed``) for anything else libvirt refuses, with
-  libvirt's own message.
+* :class:`accelvisor.errors.ConflictError` (``domain-state``) when the domain's state forbids the
+  verb;
+* :class:`accelvisor.errors.SystemFailure` (``libvirt-failed``) for anything else libvirt refuses,
+  with libvirt's own message.
 
 A domain is named by its name or its UUID.
 """
@@ -110,7 +111,8 @@ class DomainEventKind(StrEnum):
     STARTED = "started"
     SUSPENDED = "suspended"
     RESUMED = "resumed"
-    STOPPED = "stopped"  # any end: detail is shutdown, destroyed, crashed, migrated, saved or failed
+    # Any end; detail is shutdown, destroyed, crashed, migrated, saved, failed or from-snapshot.
+    STOPPED = "stopped"
     CRASHED = "crashed"  # the guest panicked; the domain may still exist
     REBOOTED = "rebooted"
     DEVICE_REMOVED = "device-removed"  # detail: the device's id
@@ -177,14 +179,17 @@ class DomainsPort(Protocol):
     def reset(self, domain: str) -> Domain: ...
 
     def attach(self, request: AttachRequest) -> Attachment:
-        """Make it so in the running and/or stored definition; repeating it is a ConflictError
-        (``function-attached``). A live attach is undone when the persistent half fails.
+        """Make it so in the running and/or stored definition; both or none. Repeating it is a
+        ConflictError (``function-attached``), as are private memory (``domain-memory``) and a
+        machine without PCI Express (``domain-machine``); CapacityError ``no-hotplug-port`` or
+        ``port-window``, SystemFailure ``device-add-failed`` for a live one.
         """
         ...
 
     def detach(self, request: AttachRequest, *, deadline_s: float) -> Attachment:
-        """Hot-unplug and wait until the guest let go (DeadlineError ``detach-deadline``), and/or
-        remove it from the stored definition.
+        """Hot-unplug and wait until the guest let go (DeadlineError ``detach-deadline``, and the
+        stored definition stays as it is), and/or remove it from the stored definition.
+        NotFoundError ``function-not-attached``.
         """
         ...
 
