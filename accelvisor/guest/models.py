@@ -92,7 +92,7 @@ def read(path: Path) -> dict[str, Array]:
             if sum(i.file_size for i in archive.infolist()) > _FILE_BYTES:
                 raise _bad(path, "it unpacks to more than 1 GiB")
         with np.load(path, allow_pickle=False) as archive_:
-            return {name: archive_[name] for name in archive_.files}
+            arrays = {name: archive_[name] for name in archive_.files}
     except FileNotFoundError as error:
         raise NotFoundError(
             f"{path} does not exist", code="file-not-found", where="file"
@@ -102,6 +102,10 @@ def read(path: Path) -> dict[str, Array]:
     except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
         why = str(error) or type(error).__name__
         raise _bad(path, why, "numpy.savez makes such files") from error
+    for name, array in arrays.items():
+        if not isinstance(array, np.ndarray):  # numpy hands a member that is no array out as bytes
+            raise _bad(path, f"{name} is no array", "numpy.savez makes such files")
+    return arrays
 
 
 def run_model(function: Function, model: Model, *, singles: int = 100) -> dict[str, Any]:

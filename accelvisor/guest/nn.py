@@ -7,6 +7,7 @@ A sequential network is dense layers with an activation between them. Its parame
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from accelvisor.errors import UsageError
-from accelvisor.guest.launch import Bound
 from accelvisor.guest.program import Program, Value
-from accelvisor.guest.tensor import Tensor
 
 if TYPE_CHECKING:
     from accelvisor.guest.function import Function
@@ -227,11 +226,12 @@ def train(
     steps = samples // batch
     rows = function.empty((steps, batch), "int64")
     losses = function.empty((steps,))
-    held: list[Tensor] = [data, wanted, rows, losses, *weights]
-    runs: list[Bound] = []
-    try:
-        runs += [
-            step.bind(data, wanted, rows[i], *weights, out=losses[i]) for i in range(steps)
+    with ExitStack() as held:
+        for tensor in (data, wanted, rows, losses, *weights):
+            held.enter_context(tensor)
+        runs = [
+            held.enter_context(step.bind(data, wanted, rows[i], *weights, out=losses[i]))
+            for i in range(steps)
         ]
         done = Training(network, [])
         for epoch in range(epochs):
@@ -246,12 +246,6 @@ def train(
                 progress(epoch + 1, done.losses[-1])
         done.parameters = [w.numpy() for w in weights]
         return done
-    finally:
-        for run in runs:
-            run.release()
-        if function.stale(data._generation) is None:
-            for tensor in held:
-                tensor.close()
 
 
 def classify(

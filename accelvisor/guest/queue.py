@@ -30,7 +30,6 @@ from accelvisor.abi.registers import (
     QUEUE_STRIDE,
     SQ_HEAD,
     SQ_TAIL,
-    Interrupt,
     QueueControl,
     QueueReg,
     QueueStatus,
@@ -46,6 +45,7 @@ from accelvisor.guest.waiting import Pauses, WaitPolicy
 
 _M32 = 0xFFFFFFFF
 _COOKIES = 0x7FFFFFFF  # cookies stay clear of all-ones, which an absent window reads as
+_ALL_CAUSES = 0xFFFFFFFF
 _IN_ORDER = os.uname().machine in ("x86_64", "i686", "i386")
 
 
@@ -302,10 +302,11 @@ class Queue:
     def wait_interrupt(self, timeout_s: float) -> None:
         """Sleep until the function's interrupt, unless the ring moved meanwhile.
 
-        The function interrupts when a cause becomes set that was clear, so it is cleared *before*
-        the last look at the ring: what completes afterwards interrupts.
+        The function interrupts when a cause becomes set that was clear, so all are cleared *before*
+        the last look at the ring: what completes afterwards interrupts. All, because it interrupts
+        again at once for a cause that is left, an old fault for example.
         """
-        self._transport.write32(Reg.INTERRUPT_CAUSE, Interrupt.COMPLETION)
+        self._transport.write32(Reg.INTERRUPT_CAUSE, _ALL_CAUSES)
         if self._words[self._cq_tail_at] == self._head:
             self._transport.wait_interrupt(timeout_s)
 

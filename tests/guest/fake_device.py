@@ -243,6 +243,9 @@ class FakeDevice:
             self.scratch = value
         elif offset == Reg.INTERRUPT_CAUSE:
             self.cause &= ~value
+            if self.cause:  # as the function does: another cause is left, so it interrupts again
+                self.interrupts_raised += 1
+                self._pending_interrupts += 1
         elif offset == Reg.CONTROL:
             self.reset()
 
@@ -360,7 +363,7 @@ class FakeDevice:
         self.window[at : at + 32] = raw
         self._words[(page + CQ_TAIL) >> 2] = (tail + 1) & 0xFFFFFFFF
         if flags & commands.Flag.INTERRUPT:
-            if not self.cause:
+            if not self.cause & 1:
                 self.interrupts_raised += 1
                 if not self.lose_interrupts:
                     self._pending_interrupts += 1

@@ -156,6 +156,14 @@ def test_an_old_cause_does_not_keep_the_next_interrupt_away(device: FakeDevice) 
     assert device.interrupts_raised == 4
 
 
+def test_an_old_fault_does_not_turn_waiting_into_a_storm(device: FakeDevice) -> None:
+    queue = make(device)
+    device.cause = 2  # a fault that nobody acknowledged
+    device.late_ticks = 5
+    queue.wait(queue.submit(commands.nop(0, commands.Flag.INTERRUPT)), interrupt=True)
+    assert device.interrupts_raised == 1
+
+
 def test_a_lost_interrupt_costs_one_slice_not_the_command(device: FakeDevice) -> None:
     device.lose_interrupts = True
     device.late_ticks = 1

@@ -27,7 +27,7 @@ def test_spans_never_overlap_and_always_come_back(actions: list[tuple[bool, int]
             assert spans.largest < size
             continue
         assert offset % 64 == 0
-        assert 4096 <= offset
+        assert offset >= 4096
         assert offset + size <= 4096 + 8192
         assert all(offset + size <= o or o + n <= offset for o, n in held)
         held.append((offset, size))

@@ -156,9 +156,10 @@ def test_a_closed_tensor_says_so(fn: Function) -> None:
 
 
 def test_the_reason_of_a_failing_block_is_not_hidden(device: FakeDevice, fn: Function) -> None:
-    with pytest.raises(ZeroDivisionError), fn.tensor([1.0]):
-        device.statuses[0x11] = 0x007  # destroying it will be refused as well
-        raise ZeroDivisionError
+    tensor = fn.tensor([0.0])
+    device.statuses[0x11] = 0x007  # destroying it will be refused as well
+    with pytest.raises(ZeroDivisionError), tensor:
+        1 / tensor.item()
 
 
 def test_an_unknown_dtype_is_refused() -> None:
