@@ -377,7 +377,6 @@ class Commands:
             made = self._objects.at(intent - 1)
             if made is not None:
                 return 0, made.handle, 0
-            self._objects.abandon(intent - 1)
             self._u32[word] = 0
             return None
         result = self.table[opcode](where, entry)

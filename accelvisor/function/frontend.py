@@ -283,7 +283,6 @@ class Frontend:
 
     def _finish(self, lane: Lane, status: int, value: int, cycles: int) -> None:
         cursor, u32, u64 = lane.cursor, self._u32, self._u64
-        self._commands.release(lane.where)
         u32[cursor + s.C_STATUS] = status
         u64[(cursor + s.C_VALUE64) // 2] = value
         u64[(cursor + s.C_COST64) // 2] = cycles
@@ -295,6 +294,8 @@ class Frontend:
     def _publish(self, lane: Lane) -> None:
         cursor, u32, u64 = lane.cursor, self._u32, self._u64
         lane.task = None
+        # Only now: until the result was decided, the command could have had to run again.
+        self._commands.release(lane.where)
         head = u32[cursor]
         index = u32[cursor + s.C_INDEX]
         COMPLETION.pack_into(

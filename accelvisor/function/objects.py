@@ -34,6 +34,7 @@ PROGRAM = 2
 RECORD = struct.Struct("<IIIBBH8IQQQ32s")
 #: Below this a scrub writes zeros; above, giving the pages back is cheaper.
 _PUNCH_BYTES = 256 * 1024
+_ZERO_PAGE = bytes(PAGE)
 
 
 class Refused(Exception):  # noqa: N818 - a status on its way to the guest
@@ -152,18 +153,33 @@ class Objects:
         self.reload()
 
     def reload(self) -> None:
-        """Read the table anew. The memory must have forgotten its extents."""
+        """Read the table anew. The memory must have forgotten its extents.
+
+        A record that is not live and not clean was being made or cleared when a worker died; as
+        nothing was allocated since, its memory can be scrubbed (again).
+        """
         self._live.clear()
         self._free.clear()
         self.version += 1
-        u32 = self._state.u32
-        for slot in range(s.OBJECTS):
-            if u32[s.object_at(slot) // 4]:
-                found = self._load(slot)
-                self._live[slot] = found
-                self._memory.claim(found.address, found.extent)
-            else:
+        half = []
+        step = PAGE // s.OBJECT_BYTES
+        for first in range(0, s.OBJECTS, step):
+            at = s.object_at(first)
+            if self._state.u8[at : at + PAGE] == _ZERO_PAGE:
+                self._free.extend(range(first, first + step))
+                continue
+            for slot in range(first, first + step):
+                at = s.object_at(slot)
+                if self._state.u32[at // 4]:
+                    found = self._load(slot)
+                    self._live[slot] = found
+                    self._memory.claim(found.address, found.extent)
+                    continue
                 self._free.append(slot)
+                if any(self._state.u8[at + 8 : at + s.OBJECT_BYTES]):
+                    half.append(slot)
+        for slot in half:
+            self.abandon(slot)
 
     def __len__(self) -> int:
         return len(self._live)
@@ -257,15 +273,12 @@ class Objects:
         self._memory.scrub_all()
         for slot, gone in self._live.items():
             self._clear(slot, gone.generation + 1)
-        for slot in self._free:
-            if any(self._state.u8[s.object_at(slot) + 8 : s.object_at(slot) + s.OBJECT_BYTES]):
-                self.abandon(slot)
         self._live.clear()
         self._free = list(range(s.OBJECTS))
         self.version += 1
 
     def abandon(self, slot: int) -> None:
-        """Undo a creation that a crash interrupted and that will not be executed again."""
+        """Clear a record that is not live, and the memory that it names."""
         if slot not in self._live:
             half = self._load(slot)
             self._memory.scrub(half.address, half.extent)
