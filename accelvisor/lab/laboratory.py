@@ -163,8 +163,7 @@ class Laboratory:
         self._state.hosts.append(record)
         self._state.save()
         with self.progress.step(f"{place.hostname}: booting"):
-            if network.namespace_path(self.name, index).exists():
-                network.remove_host(self.name, index)
+            network.remove_host(self.name, index)
             network.connect_host(self.name, index)
             container.mount(place, image)
             container.personalise(place, state.MAX_HOSTS)

@@ -83,7 +83,15 @@ def remove(lab: str) -> None:
 
 
 def remove_host(lab: str, index: int) -> None:
-    """Take away one host's namespace, and with it the cable to the switch."""
+    """Take away one host's namespace and the cable to the switch."""
+
+    def unplug(links: IPRoute) -> None:
+        # The kernel would do it too, but some time after the namespace has gone.
+        for port in links.link_lookup(ifname=f"host{index}"):
+            links.link("del", index=port)
+
+    if (_RUN / _switch(lab)).exists():
+        _inside(_switch(lab), unplug)
     with contextlib.suppress(FileNotFoundError):
         netns.remove(namespace(lab, index))
 
