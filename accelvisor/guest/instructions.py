@@ -87,10 +87,13 @@ class Instruction:
     def signature(self) -> inspect.Signature:
         """How the Python call looks."""
         kind = inspect.Parameter
-        names = {self.operands[i].name for i in self.reads} | {a.name for a in self.attributes}
-        parameters = [
-            kind(self.operands[i].name, kind.POSITIONAL_ONLY) for i in self.reads
-        ]
+        attributes = {a.name for a in self.attributes}
+        # An operand and an attribute may share a name (w: weights, and a width): one is given by
+        # position and one by name, so only the shown name must differ.
+        reads = [self.operands[i].name for i in self.reads]
+        reads = [f"{name}_" if name in attributes else name for name in reads]
+        names = attributes.union(reads)
+        parameters = [kind(name, kind.POSITIONAL_ONLY) for name in reads]
         parameters += [
             kind(a.name, kind.KEYWORD_ONLY, default=a.default) for a in self.attributes
         ]
