@@ -75,12 +75,13 @@ class Process:
         self.spec = spec
         path = folder / "spec.json"
         path.write_text(spec.to_json())
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "accelvisor.function", str(path)],
-            cwd=Path(__file__).parents[2],
-            stderr=(folder / "log").open("w"),
-        )
         self.log = folder / "log"
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "accelvisor.function", str(path)],
+                cwd=Path(__file__).parents[2],
+                stderr=log,
+            )
         try:
             wait_for(self._ready, "the function to be ready")
         except BaseException:
