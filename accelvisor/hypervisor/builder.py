@@ -20,6 +20,8 @@ from accelvisor.limits import LIMITS, MIB
 #: What libvirt and the file names that it derives from a domain's name take without surprises.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
 _MACHINE = re.compile(r"q35|pc-q35-[0-9.]+(-[a-z0-9]+)?")
+_READ_ONLY = frozenset({"squashfs", "erofs", "iso"})
+_SERIAL_CHARS = 20  # virtio-blk's limit
 _MIN_MEMORY = 32 * MIB
 _MAX_VCPUS = 255  # without an interrupt-remapping IOMMU, an x86 guest has 8-bit APIC ids
 _MAX_PORTS = 16  # each spare port reserves LIMITS.window_bytes of address space
@@ -84,11 +86,7 @@ def _boot(domain: ET.Element, options: DomainOptions) -> None:
 
 def _devices(devices: ET.Element, options: DomainOptions) -> None:
     for number, path in enumerate(_disks(options)):
-        disk = _sub(devices, "disk", type="file", device="disk")
-        image = "qcow2" if path.endswith(".qcow2") else "raw"
-        _sub(disk, "driver", name="qemu", type=image, discard="unmap")
-        _sub(disk, "source", file=path)
-        _sub(disk, "target", dev=f"vd{chr(ord('a') + number)}", bus="virtio")
+        _disk(devices, path, f"vd{chr(ord('a') + number)}")
     _sub(devices, "controller", type="usb", model="none")
     if options.network is not None:
         interface = _sub(devices, "interface", type="network")
@@ -110,6 +108,22 @@ def _devices(devices: ET.Element, options: DomainOptions) -> None:
         iommu = _sub(devices, "iommu", model="intel")
         # caching_mode tells QEMU of each map, which is what lets a function follow them.
         _sub(iommu, "driver", intremap="on", caching_mode="on")
+
+
+def _disk(devices: ET.Element, path: str, target: str) -> None:
+    """One virtio disk. Its serial is the image's name, so that a guest can find it by that; a file
+    system that can't be written is shared read-only.
+    """
+    stem, _, suffix = path.rpartition("/")[2].rpartition(".")
+    disk = _sub(devices, "disk", type="file", device="disk")
+    _sub(disk, "driver", name="qemu", type="qcow2" if suffix == "qcow2" else "raw")
+    _sub(disk, "source", file=path)
+    _sub(disk, "target", dev=target, bus="virtio")
+    if suffix in _READ_ONLY:
+        _sub(disk, "readonly")
+        _sub(disk, "shareable")
+    if _NAME.fullmatch(stem) and len(stem) <= _SERIAL_CHARS:
+        _text(disk, "serial", stem)
 
 
 def _disks(options: DomainOptions) -> list[str]:

@@ -159,6 +159,16 @@ class Domains:
     def attachment_xml(self, function: str, socket: str) -> str:
         return xml.attachment_xml(function, socket)
 
+    def prepare(self, domain: str, *, hotplug_ports: int, dry_run: bool) -> tuple[Domain, str]:
+        with binding.translated(domain):
+            handle = self._find(domain)
+            if not handle.isPersistent():
+                raise _transient(domain)
+            shown = xml.prepare(self.xml(domain, live=False), spare_ports=hotplug_ports)
+            if not dry_run:
+                self._connect().defineXML(xml.prepare(_stored(handle), spare_ports=hotplug_ports))
+            return _describe(handle), shown
+
     def undefine(self, domain: str) -> None:
         with binding.translated(domain):
             handle = self._find(domain)

@@ -58,8 +58,8 @@ def free_port(buses: Sequence[Any], candidates: Sequence[str]) -> str:
         else "the running domain has no PCIe root port",
         code="no-hotplug-port",
         where="hot-plug",
-        hint="attach with --persistent only, then power the domain off and on;"
-        " accelctl vm define --hotplug-ports makes domains with more ports",
+        hint="attach with --persistent only and power the domain off and on,"
+        " or give it more ports (accelctl vm prepare --hotplug-ports)",
     )
 
 

@@ -160,6 +160,13 @@ class DomainsPort(Protocol):
         """The XML that ``define`` would get from these options; nothing is changed."""
         ...
 
+    def prepare(self, domain: str, *, hotplug_ports: int, dry_run: bool) -> tuple[Domain, str]:
+        """Make a stored definition ready for functions: shared memory, and at least that many spare
+        root ports. Returns the domain and the new XML (passwords left out); nothing is changed with
+        ``dry_run``. ConflictError ``domain-machine``.
+        """
+        ...
+
     def undefine(self, domain: str) -> None: ...
 
     def start(self, domain: str) -> Domain: ...

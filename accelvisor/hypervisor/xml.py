@@ -309,8 +309,7 @@ def require_shared_memory(xml: str | Document) -> None:
             f"a function cannot reach this guest's memory: {problem}",
             code="domain-memory",
             where="domain-xml",
-            hint="give the domain the <memoryBacking> that accelctl attach --print shows,"
-            " then power it off and on",
+            hint="prepare the domain (accelctl vm prepare), then power it off and on",
         )
 
 

@@ -58,6 +58,14 @@ def test_the_options_arrive() -> None:
     assert root.find("devices/serial/log").get("file") == "/var/log/vm1.log"  # type: ignore[union-attr]
 
 
+def test_a_disk_is_named_after_its_image_and_read_only_when_it_must_be() -> None:
+    root = built(disk="/i/base.squashfs", disks=("/i/data.qcow2", "/i/" + "x" * 21 + ".img"))
+    assert [
+        (d.findtext("serial"), d.find("readonly") is not None, d.find("shareable") is not None)
+        for d in root.iter("disk")
+    ] == [("base", True, True), ("data", False, False), (None, False, False)]
+
+
 def test_without_a_network_there_is_no_network_card() -> None:
     assert built().find("devices/interface") is None
 

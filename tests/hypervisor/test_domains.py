@@ -166,6 +166,20 @@ def test_options_become_an_xml_without_asking_libvirt() -> None:
         Domains().domain_xml(DomainOptions("vm", 1))
 
 
+def test_a_prepared_domain_takes_functions_and_keeps_its_password(domains: Domains) -> None:
+    private = GUEST.format(name="private").replace("mode='shared'", "mode='private'")
+    graphics = "<graphics type='vnc' passwd='secret'/></devices>"
+    domains.define(private.replace("</devices>", graphics))
+    shown = domains.prepare("private", hotplug_ports=2, dry_run=True)[1]
+    assert xml.memory_problem(shown) is None
+    assert xml.memory_problem(domains.xml("private", live=False)) is not None
+    domains.prepare("private", hotplug_ports=2, dry_run=False)
+    handle = domains._find("private")
+    assert "secret" in handle.XMLDesc(libvirt.VIR_DOMAIN_XML_SECURE)
+    assert "secret" not in shown
+    domains.attach(request(persistent=True, domain="private"))
+
+
 def test_pieces_to_paste_need_no_libvirt() -> None:
     assert UUID in Domains("test:///nowhere").attachment_xml(UUID, SOCKET)
 

@@ -158,7 +158,7 @@ def test_memory_that_cannot_be_shared_is_refused_and_can_be_mended(backing: str)
     with pytest.raises(ConflictError) as caught:
         xml.add(domain, UUID, SOCKET)
     assert caught.value.code == "domain-memory"
-    assert "memoryBacking" in caught.value.hint
+    assert "accelctl vm prepare" in caught.value.hint
     assert device(xml.add(xml.prepare(domain), UUID, SOCKET), "vfio-user-pci")
 
 
