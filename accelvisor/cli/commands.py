@@ -200,6 +200,22 @@ def vm_define(session: Session) -> int:
     return 0
 
 
+def vm_prepare(session: Session) -> int:
+    options = session.options
+    reply = session.call(
+        "PrepareDomain",
+        domain=options.domain,
+        hotplug_ports=options.hotplug_ports,
+        dry_run=options.dry_run,
+    )
+    if reply["domain"] is None:
+        session.show(reply, lambda: str(reply["xml"]).rstrip())
+    else:
+        words = "is ready for functions, from its next start on"
+        session.show(reply, lambda: f"VM {reply['domain']['name']} {words}")
+    return 0
+
+
 def _domain_options(options: argparse.Namespace) -> dict[str, object]:
     disks = options.disk or []
     given = {
@@ -335,6 +351,7 @@ COMMANDS: Mapping[tuple[str, str | None], Callable[[Session], int]] = {
     ("vm", "show"): vm_show,
     ("vm", "xml"): vm_xml,
     ("vm", "define"): vm_define,
+    ("vm", "prepare"): vm_prepare,
     ("vm", "start"): vm_start,
     ("vm", "stop"): vm_stop,
     ("vm", "suspend"): vm_suspend,

@@ -140,6 +140,7 @@ def _vms(group: _Group) -> None:
     for name, about in (
         ("show", "show one VM"),
         ("xml", "print a VM's XML"),
+        ("prepare", "make a VM that exists ready for functions"),
         ("start", "start a VM"),
         ("stop", "ask the guest to power off, and wait for it"),
         ("suspend", "pause a VM"),
@@ -159,6 +160,13 @@ def _vms(group: _Group) -> None:
                 default=60.0,
                 metavar="SECONDS",
                 help="how long to wait (default: 60)",
+            )
+        if name == "prepare":
+            verb.add_argument(
+                "--hotplug-ports", type=int, metavar="N", help="spare root ports (default: 4)"
+            )
+            verb.add_argument(
+                "--dry-run", action="store_true", default=None, help="only print the XML"
             )
         if name == "xml":
             verb.add_argument("--live", action="store_true", help="of the running VM")

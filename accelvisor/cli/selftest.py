@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from accelvisor.errors import ConflictError, PermissionDenied
+from accelvisor.errors import ConflictError, DeadlineError, PermissionDenied
 from accelvisor.guest import selftest
 from accelvisor.guest.function import Function
 from accelvisor.vfio_user.client import Client
@@ -63,11 +63,13 @@ def connect(function: Mapping[str, Any]) -> Client:
         )
     try:
         return Client(path)
-    except Refusal as refusal:
-        if refusal.errno != errno.EBUSY:
+    except (Refusal, DeadlineError) as error:
+        if isinstance(error, Refusal) and error.errno != errno.EBUSY:
             raise
+        # A function has one client; others wait at its door, or are told so.
         raise ConflictError(
-            f'function "{function["name"]}" serves another client',
+            f'function "{function["name"]}" does not take a second client',
             code="function-in-use",
             where=path,
-        ) from refusal
+            hint="end the other client; if there is none, accelctl function reset helps",
+        ) from error

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accelvisor import errors
-from accelvisor.control import idl
+
+if TYPE_CHECKING:
+    from accelvisor.control import idl
 
 INTERFACE = "io.accelvisor.Admin"
 
@@ -41,6 +44,7 @@ LEVELS: Mapping[str, Level] = {
     "GetDomain": Level.READ,
     "DomainXml": Level.READ,
     "DefineDomain": Level.ADMIN,
+    "PrepareDomain": Level.ADMIN,
     "UndefineDomain": Level.ADMIN,
     "StartDomain": Level.OPERATE,
     "StopDomain": Level.OPERATE,
@@ -119,5 +123,7 @@ def error_name(error: errors.AccelvisorError) -> str:
 
 @lru_cache(maxsize=1)
 def interface() -> idl.Interface:
-    """The parsed ``io.accelvisor.Admin.varlink``."""
+    """The parsed ``io.accelvisor.Admin.varlink``. Clients do not need it, nor the parser."""
+    from accelvisor.control import idl
+
     return idl.parse(Path(__file__).with_name(f"{INTERFACE}.varlink").read_text())

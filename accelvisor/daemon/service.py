@@ -18,6 +18,7 @@ from accelvisor.daemon.functions import Functions
 from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
 from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import Domain, DomainsPort
+from accelvisor.hypervisor.xml import prepare
 
 #: Seconds: of the event stream's signs of life, and how long verbs wait for guests.
 ALIVE_S = 15.0
@@ -200,6 +201,20 @@ class AdminService:
             return {"domain": None, "xml": text}
         reply = await self._domain(lambda port: port.define(text))
         return {**reply, "xml": text}
+
+    async def prepare_domain(
+        self, domain: str, hotplug_ports: int | None = None, dry_run: bool | None = None
+    ) -> dict[str, Any]:
+        ports = 4 if hotplug_ports is None else hotplug_ports
+        if not 0 <= ports <= wire.MOST_PORTS:
+            raise UsageError(f"hotplug_ports is 0 to {wire.MOST_PORTS}", where="admin")
+        xml = await self._links.call(
+            lambda port: prepare(port.xml(domain, live=False), spare_ports=ports)
+        )
+        if dry_run:
+            return {"domain": None, "xml": xml}
+        reply = await self._domain(lambda port: port.define(xml))
+        return {**reply, "xml": xml}
 
     async def undefine_domain(self, domain: str) -> dict[str, Any]:
         await self._links.call(lambda port: port.undefine(domain))

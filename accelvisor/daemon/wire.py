@@ -12,6 +12,9 @@ from accelvisor.daemon.store import EventRecord, Function
 from accelvisor.errors import UsageError
 from accelvisor.hypervisor.port import Attachment, Domain, DomainOptions
 
+#: Empty root ports that a domain may have: each costs address space for a window.
+MOST_PORTS = 16
+
 
 def card(item: Card, functions: Sequence[Function]) -> dict[str, Any]:
     mine = [function for function in functions if function.card == item.name]
@@ -111,7 +114,7 @@ def domain_options(fields: dict[str, Any]) -> DomainOptions:
     for name, low, high in (
         ("memory_bytes", 16 << 20, 1 << 44),
         ("vcpus", 1, 1024),
-        ("hotplug_ports", 0, 16),
+        ("hotplug_ports", 0, MOST_PORTS),
     ):
         if name in given and not low <= given[name] <= high:
             raise UsageError(

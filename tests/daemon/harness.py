@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from accelvisor.control import admin
 from accelvisor.control.client import AdminClient
 from accelvisor.daemon.config import Config, LibvirtConfig
 from accelvisor.daemon.daemon import Daemon, Setup
@@ -21,7 +22,7 @@ from accelvisor.daemon.notify import Notifier
 from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.processes import from_record
 from accelvisor.daemon.supervisor import SubprocessSupervisor
-from accelvisor.errors import ConflictError, NotFoundError
+from accelvisor.errors import AccelvisorError, ConflictError, NotFoundError
 from accelvisor.hypervisor.port import (
     Attachment,
     AttachRequest,
@@ -201,11 +202,19 @@ class Harness:
             await daemon.stop()
 
     async def call(self, member: str, **parameters: Any) -> dict[str, Any]:
-        """One call through the real socket, from a thread."""
+        """One call through the real socket, from a thread. What comes back, be it an error, is
+        checked against the interface's definition (A15: server sends broken JSON)."""
 
         def work() -> dict[str, Any]:
             with AdminClient(str(self.paths.admin_socket)) as client:
-                return client.call(member, parameters)
+                try:
+                    reply = client.call(member, parameters)
+                except AccelvisorError as error:
+                    name = admin.error_name(error).rsplit(".", 1)[1]
+                    admin.interface().check_error(name, error.to_dict())
+                    raise
+                admin.interface().check_reply(member, reply)
+                return reply
 
         return await asyncio.to_thread(work)
 

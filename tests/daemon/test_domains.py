@@ -232,6 +232,28 @@ def test_domains_without_libvirt(harness: Harness) -> None:
     asyncio.run(scenario())
 
 
+Q35 = """<domain type='qemu'><name>vm</name>
+<os><type machine='q35'>hvm</type></os><devices/></domain>"""
+
+
+def test_an_existing_domain_is_prepared(harness: Harness, vm: str) -> None:
+    harness.domains.xml = lambda domain, live: Q35  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            dry = await harness.call("PrepareDomain", domain=vm, hotplug_ports=2, dry_run=True)
+            assert dry["domain"] is None
+            assert "memfd" in dry["xml"]
+            assert dry["xml"].count("pcie-root-port") == 2
+            done = await harness.call("PrepareDomain", domain=vm)
+            assert done["domain"]["name"] == vm
+            assert done["xml"].count("pcie-root-port") == 4
+            with pytest.raises(errors.UsageError):
+                await harness.call("PrepareDomain", domain=vm, hotplug_ports=17)
+
+    asyncio.run(scenario())
+
+
 def test_define_from_options_from_xml_and_dry(harness: Harness) -> None:
     async def scenario() -> None:
         async with harness.daemon():
