@@ -366,8 +366,9 @@ class Frontend:
             else:
                 self._idle(lane)
                 self._move(lane, self._u32[lane.record + s.Q_DONE])
-        if enabled:
+        if enabled and not self._u32[s.R_FREEZE] & s.FREEZE_MIGRATION:
             # A run of light commands may have ended between its completions and its interrupt.
+            # (Not so while migrating: then the engine had parked, and the state must not move.)
             self._set_cause(Interrupt.COMPLETION)
 
 

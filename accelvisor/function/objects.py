@@ -165,7 +165,7 @@ class Objects:
         step = PAGE // s.OBJECT_BYTES
         for first in range(0, s.OBJECTS, step):
             at = s.object_at(first)
-            if self._state.u8[at : at + PAGE] == _ZERO_PAGE:
+            if bytes(self._state.u8[at : at + PAGE]) == _ZERO_PAGE:
                 self._free.extend(range(first, first + step))
                 continue
             for slot in range(first, first + step):

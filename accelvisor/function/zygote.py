@@ -7,6 +7,7 @@ waits for the latter. The zygote is itself a fork of the holder, so no second in
 from __future__ import annotations
 
 import array
+import gc
 import os
 import signal
 import socket
@@ -34,6 +35,8 @@ def run(link: socket.socket, spec: Spec) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
         from accelvisor.function import worker
 
+        gc.collect()
+        gc.freeze()  # what is here stays shared between the workers
         link.send(pack(WARM, os.getpid()))
         while True:
             data, fds = _receive(link)
