@@ -81,7 +81,7 @@ def functions(items: Sequence[Mapping[str, Any]]) -> str:
 
 def function(item: Mapping[str, Any]) -> str:
     places = "; ".join(
-        f"chip {chip}: {_numbers(cores)}" for chip, cores in item["placement"].items()
+        f"chip {place['chip']}: {_numbers(place['cores'])}" for place in item["placement"]
     )
     pairs = [
         ("name", named(item)),

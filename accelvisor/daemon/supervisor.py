@@ -143,10 +143,13 @@ class SystemdSupervisor:
         self._systemctl = tuple(systemctl)
 
     async def start(self, uuid: str) -> None:
-        # A unit that failed too often refuses to start; whoever asks here has decided anew.
-        await self._run("reset-failed", self._unit(uuid), accept=(0, 1))
         # --no-block: readiness is asked of the process itself, with our own deadline.
-        await self._run("start", "--no-block", self._unit(uuid))
+        try:
+            await self._run("start", "--no-block", self._unit(uuid))
+        except SystemFailure:
+            # A unit that failed too often refuses to start; whoever asks here has decided anew.
+            await self._run("reset-failed", self._unit(uuid), accept=(0, 1))
+            await self._run("start", "--no-block", self._unit(uuid))
 
     async def stop(self, uuid: str) -> None:
         await self._run("stop", self._unit(uuid), deadline_s=30.0)

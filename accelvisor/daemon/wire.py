@@ -53,7 +53,9 @@ def function(item: Function, paths: Paths) -> dict[str, Any]:
         "name": item.name,
         "profile": item.profile,
         "card": item.card,
-        "placement": {str(chip): list(cores) for chip, cores in item.placement.cores.items()},
+        "placement": [
+            {"chip": chip, "cores": list(cores)} for chip, cores in item.placement.cores.items()
+        ],
         "cores": item.cores,
         "chips": item.chips,
         "memory_bytes": item.memory_bytes,

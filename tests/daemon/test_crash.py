@@ -68,7 +68,8 @@ def test_killed_daemon_leaves_before_or_after(harness: Harness, step: str) -> No
             assert card["cores_free"] == card["cores"] - len(uuids)
             # And the name and the cores can be used again.
             if not uuids:
-                assert (await harness.create("mine"))["placement"] == {"0": [0]}
+                again = await harness.create("mine")
+                assert again["placement"] == [{"chip": 0, "cores": [0]}]
 
     asyncio.run(scenario())
 

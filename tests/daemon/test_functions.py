@@ -24,7 +24,7 @@ def test_create_show_delete(harness: Harness) -> None:
             made = await harness.create("mine")
             assert made["state"] == "ready"
             assert made["name"] == "mine"
-            assert made["placement"] == {"0": [0]}
+            assert made["placement"] == [{"chip": 0, "cores": [0]}]
             assert harness.processes() == {made["uuid"]}
             assert (await harness.call("GetFunction", function=made["uuid"]))["function"] == made
             statistics = await harness.call("FunctionStatistics", function="mine")
@@ -147,12 +147,8 @@ def test_many_creations_at_once_never_share_a_core(harness: Harness) -> None:
     async def scenario() -> None:
         async with harness.daemon():
             made = await asyncio.gather(*(harness.create(f"f{n}") for n in range(8)))
-            cores = [
-                (chip, core)
-                for item in made
-                for chip, ids in item["placement"].items()
-                for core in ids
-            ]
+            places = [place for item in made for place in item["placement"]]
+            cores = [(place["chip"], core) for place in places for core in place["cores"]]
             assert len(set(cores)) == 8
             card = (await harness.call("GetCard", card="card0"))["card"]
             assert card["cores_free"] == 8
