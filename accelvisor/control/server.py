@@ -77,8 +77,10 @@ class AdminServer:
 
     async def start(self, sock: socket.socket) -> None:
         """Begin to accept on ``sock``, which the server owns from now on."""
+        # Not create_unix_server: from Python 3.13 on that one removes the path when it is closed,
+        # and a socket that systemd made is not ours to remove.
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Client(self), sock=sock)
+        self._server = await loop.create_server(lambda: _Client(self), sock=sock)
 
     async def stop(self) -> None:
         """Stop accepting and drop all clients; idempotent."""

@@ -421,6 +421,17 @@ def test_stopping_drops_clients_and_their_calls() -> None:
     run(scenario)
 
 
+def test_stopping_leaves_the_path_alone() -> None:
+    """D3: socket gone. asyncio's own unix server removes it from Python 3.13 on."""
+
+    async def scenario() -> None:
+        async with serving() as place:
+            await place.server.stop()
+            assert Path(place.path).is_socket()
+
+    run(scenario)
+
+
 def test_a_client_without_credentials_is_not_served() -> None:
     def unknown(sock: socket.socket) -> Peer:
         raise OSError(9, "no credentials")
