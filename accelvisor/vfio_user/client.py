@@ -3,9 +3,9 @@
 Blocking; every call has a deadline. While it waits for its own reply it answers the server's DMA
 requests, and :meth:`Client.pump` does so in between. One thread at a time may be in a call.
 
-Errors: Refusal (the device answered with an errno; the connection goes on), ProtocolError (the
-server's bytes are wrong), DeadlineError (no answer in time), UnavailableError (no server, or it
-went). After any but the first the connection is closed.
+Errors: Refusal (the device answered with an errno), PayloadError (one answer is wrong; like
+Refusal it leaves the connection usable), ProtocolError (the stream is broken), DeadlineError (no
+answer in time), UnavailableError (no server, or it went). After the last three it is closed.
 """
 
 from __future__ import annotations
@@ -306,8 +306,9 @@ class Client(FeatureCalls):
         except OSError as error:
             raise self._gone(f"the connection broke: {error.strerror}") from error
         finally:
-            sock.settimeout(None)
-            set_receive_timeout(sock, self._timeout_s)
+            if not self._closed:
+                sock.settimeout(None)
+                set_receive_timeout(sock, self._timeout_s)
         outcome = self._receive(sock, reader, time.monotonic() + self._timeout_s)
         if outcome is not None:
             close_fds(outcome.fds)

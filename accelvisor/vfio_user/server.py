@@ -91,6 +91,8 @@ class Connection:
             ProtocolError: the client broke the protocol.
             OSError: of the socket.
         """
+        if not self._greet():
+            return
         while True:
             message = self._backlog.popleft() if self._backlog else None
             if message is None:
@@ -146,6 +148,19 @@ class Connection:
             self._ask(Command.DMA_WRITE, body)
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _greet(self) -> bool:
+        """Negotiate. A client that says nothing must not keep others out: it gets a deadline."""
+        set_receive_timeout(self._sock, self._reply_s)
+        try:
+            message = receive(self._sock, self._reader)
+        except BlockingIOError as error:
+            raise DeadlineError(
+                f"a client connected and did not say VERSION in {self._reply_s} s",
+                code="vfio-user-deadline", where="vfio-user", hint="the client hangs",
+            ) from error  # fmt: skip
+        set_receive_timeout(self._sock, 0)
+        return message is not None and self._answer(message)
 
     def _answer(self, message: Message) -> bool:
         """Handle one message; False when the connection is to be closed."""

@@ -8,6 +8,7 @@ MSI at an eventfd.
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import select
@@ -29,6 +30,8 @@ from accelvisor.vfio_user.protocol import PAGE_BYTES, PciIrq, PciRegion
 
 #: Where the guest's RAM lies in the device's address space. Not 0, so that a null address faults.
 RAM_ADDRESS = 0x1_0000_0000
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 #: What the bus turns into all-ones and lost writes.
 _ABSENT = (UnavailableError, DeadlineError, Refusal)
@@ -89,8 +92,10 @@ class ClientTransport:
         self._window: mmap.mmap | None = None
         self._free_spans: list[tuple[int, int]] = [(0, ram_bytes)]
         try:
-            self._ram_fd = os.memfd_create("guest-ram", os.MFD_CLOEXEC)
+            self._ram_fd = os.memfd_create("guest-ram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._ram_fd, ram_bytes)
+            # As QEMU's memory backend does: a function maps only what cannot shrink under it.
+            fcntl.fcntl(self._ram_fd, fcntl.F_ADD_SEALS, _SEALS)
             self._ram = mmap.mmap(self._ram_fd, ram_bytes)
             self._ram_view = memoryview(self._ram)
             client.dma_map(RAM_ADDRESS, ram_bytes, fd=self._ram_fd, memory=self._ram_view)
