@@ -12,9 +12,6 @@ Standard library only; one thread; no state that is not visible in ``status``.
 from __future__ import annotations
 
 import array
-import fcntl
-import grp
-import json
 import os
 import select
 import signal
@@ -25,47 +22,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from accelvisor.errors import AccelvisorError, ConflictError, SystemFailure, UsageError
+from accelvisor.errors import ConflictError
 from accelvisor.function import channel as ch
 from accelvisor.function import zygote
+from accelvisor.function.endpoints import listen, memfd
 from accelvisor.function.giveup import Answerer
+from accelvisor.function.requests import Requests
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import STATE_BYTES
 from accelvisor.limits import LIMITS
-
-_CLIENTS = 16
-_REQUEST_BYTES = 64 * 1024
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-
-
-def _memfd(name: str, size: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    return fd
-
-
-def _listen(path: str, group: str = "") -> socket.socket:
-    """A listening socket that nobody could connect to before its permissions were right."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    old = os.umask(0o177)
-    try:
-        if os.path.exists(path):
-            os.unlink(path)
-        sock.bind(path)
-        if group:
-            os.chown(path, -1, grp.getgrnam(group).gr_gid)
-        os.chmod(path, 0o660)
-        sock.listen(_CLIENTS)
-    except (OSError, KeyError) as error:
-        sock.close()
-        raise SystemFailure(
-            f"cannot listen on {path}: {error}", code="function-socket", where="holder",
-            hint="check the directory, its owner and the socket group",
-        ) from error  # fmt: skip
-    finally:
-        os.umask(old)
-    return sock
 
 
 class Holder:
@@ -93,7 +58,6 @@ class Holder:
         self._gave_up = ""
         self._answerer: Answerer | None = None
         self._running = True
-        self._clients: dict[int, tuple[socket.socket, bytearray]] = {}
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -114,15 +78,24 @@ class Holder:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self._watch(wake, lambda: self._reap(wake))
         self._memfds = (
-            _memfd("state", STATE_BYTES),
-            _memfd("window", spec.window_bytes),
-            _memfd("memory", spec.memory_bytes),
+            memfd("state", STATE_BYTES),
+            memfd("window", spec.window_bytes),
+            memfd("memory", spec.memory_bytes),
         )
         self._pipe = os.pipe2(os.O_CLOEXEC)
-        self._control = _listen(spec.control_socket)
-        self._vfio = _listen(spec.vfio_socket, spec.socket_group)
-        self._own = _listen(spec.holder_socket)
-        self._watch(self._own.fileno(), self._accept_own)
+        self._control = listen(spec.control_socket)
+        self._vfio = listen(spec.vfio_socket, spec.socket_group)
+        self._requests = Requests(
+            listen(spec.holder_socket),
+            {
+                "status": self._status,
+                "kill-worker": self._kill_worker,
+                "give-up": self._asked_to_give_up,
+                "shutdown": self._shutdown,
+            },
+            self._watch,
+            self._forget,
+        )
         self._watch(self._vfio.fileno(), self._accept_client)
         try:
             while self._running:
@@ -186,6 +159,7 @@ class Holder:
             signal.set_wakeup_fd(-1)
             zygote.run(theirs, self._spec)
         theirs.close()
+        ours.setblocking(False)
         self._zygote, self._zygote_pid, self._warm = ours, pid, False
         self._watch(ours.fileno(), self._from_zygote)
 
@@ -193,7 +167,10 @@ class Holder:
         link = self._zygote
         if link is None:
             return
-        data = _receive(link)[0]
+        received = _receive(link)
+        if received is None:
+            return
+        data = received[0]
         if ch.unpack(data)[0] == ch.WARM:
             self._warm = True
             if self._worker is None:
@@ -235,6 +212,7 @@ class Holder:
             return
         finally:
             theirs.close()
+        ours.setblocking(False)
         self._worker = ours
         self._watch(ours.fileno(), self._from_worker)
 
@@ -242,7 +220,10 @@ class Holder:
         link = self._worker
         if link is None:
             return
-        data, fds = _receive(link)
+        received = _receive(link)
+        if received is None:
+            return
+        data, fds = received
         kind, argument = ch.unpack(data)
         if not data:
             self._worker_died(link)
@@ -330,7 +311,9 @@ class Holder:
                 _kill(self._worker_pid)
             else:
                 link.shutdown(socket.SHUT_RDWR)  # it has not said who it is: it ends by itself
-            while link.fileno() in self._calls:
+            gone = select.poll()
+            gone.register(link, select.POLLIN)
+            while self._worker is link and gone.poll():
                 self._from_worker()  # until it is gone: two may not use one connection
         if self._connection is not None:
             self._take_over()
@@ -348,55 +331,7 @@ class Holder:
         if self._answerer is not None and not self._answerer.answer():
             self._disconnect()
 
-    # --- holder.sock ------------------------------------------------------------------------------
-
-    def _accept_own(self) -> None:
-        try:
-            client, _ = self._own.accept()
-        except OSError:
-            return
-        if len(self._clients) >= _CLIENTS:
-            client.close()
-            return
-        client.setblocking(False)
-        fd = client.fileno()
-        self._clients[fd] = (client, bytearray())
-        self._watch(fd, lambda: self._from_own(fd))
-
-    def _from_own(self, fd: int) -> None:
-        client, buffer = self._clients[fd]
-        try:
-            data = client.recv(4096)
-            buffer += data
-            while data and (end := buffer.find(0)) >= 0:
-                request = bytes(buffer[:end])
-                del buffer[: end + 1]
-                client.sendall(json.dumps(self._handle(request)).encode() + b"\0")
-        except OSError:
-            data = b""
-        if not data or len(buffer) > _REQUEST_BYTES:
-            self._forget(fd)
-            del self._clients[fd]
-            client.close()
-
-    def _handle(self, raw: bytes) -> dict[str, Any]:
-        methods: dict[str, Callable[[], dict[str, Any]]] = {
-            "status": self._status,
-            "kill-worker": self._kill_worker,
-            "give-up": self._asked_to_give_up,
-            "shutdown": self._shutdown,
-        }
-        try:
-            try:
-                method = json.loads(raw)["method"]
-                call = methods[method]
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise UsageError(
-                    f"not a request: {error}", where="holder", hint="methods: " + ", ".join(methods)
-                ) from error
-            return {"parameters": call()}
-        except AccelvisorError as error:
-            return {"error": error.to_dict()}
+    # --- asked on holder.sock ------------------------------------------------------------------
 
     def _status(self) -> dict[str, Any]:
         return {
@@ -430,12 +365,16 @@ class Holder:
         return {}
 
 
-def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
-    """One datagram; empty at the end. A reset is reported once, before what is still queued."""
+def _receive(link: socket.socket) -> tuple[bytes, list[int]] | None:
+    """One datagram; empty at the end, None when there is none yet. A reset is reported once,
+    before what is still queued.
+    """
     for _ in range(2):
         try:
             data, fds, _, _ = socket.recv_fds(link, ch.MESSAGE_BYTES, 1)
             return data, fds
+        except BlockingIOError:
+            return None
         except ConnectionResetError:
             continue
     return b"", []

@@ -16,9 +16,9 @@ def local() -> Iterator[Local]:
         yield device
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def process() -> Iterator[Process]:
-    """A function's process tree."""
+    """A function's process tree, shared by a file's tests: each new client finds it clean."""
     with running() as started:
         yield started
 
@@ -27,4 +27,18 @@ def process() -> Iterator[Process]:
 def guest(process: Process) -> Iterator[Guest]:
     """The in-tree client, connected to ``process``."""
     with Guest(process) as connected:
+        yield connected
+
+
+@pytest.fixture
+def fresh() -> Iterator[Process]:
+    """A process tree of the test's own, to be killed or told to give up."""
+    with running() as started:
+        yield started
+
+
+@pytest.fixture
+def tenant(fresh: Process) -> Iterator[Guest]:
+    """The in-tree client, connected to ``fresh``."""
+    with Guest(fresh) as connected:
         yield connected

@@ -30,6 +30,7 @@ from tests.function.harness import (
     Guest,
     Process,
     call,
+    environment,
     make_spec,
     memfd,
     open_fds,
@@ -60,7 +61,7 @@ def test_ready_is_told_to_the_supervisor() -> None:
         notify.settimeout(DEADLINE_S)
         child = subprocess.Popen(
             [sys.executable, "-m", "accelvisor.function", str(path)],
-            env={**os.environ, "NOTIFY_SOCKET": str(folder / "notify")},
+            env={**environment(), "NOTIFY_SOCKET": str(folder / "notify")},
             cwd=Path(__file__).parents[2],
         )
         try:
@@ -88,7 +89,8 @@ def test_ready_is_told_to_the_supervisor() -> None:
 def test_wrong_starts_say_why(arguments: list[str], code: int, words: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "accelvisor.function", *arguments],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60, check=False,
+        capture_output=True, text=True, env=environment(), cwd=Path(__file__).parents[2],
+        timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == code
     assert words in done.stderr
@@ -100,16 +102,17 @@ def test_a_second_holder_of_the_same_function_is_refused(process: Process, tmp_p
     path.write_text(process.spec.to_json())
     done = subprocess.run(
         [sys.executable, "-m", "accelvisor.function", str(path)],
-        capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=60, check=False,
+        capture_output=True, text=True, env=environment(), cwd=Path(__file__).parents[2],
+        timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "function-running" in done.stderr
     assert process.holder("status")["ready"]
 
 
-def test_shutdown_ends_everything(process: Process) -> None:
-    process.holder("shutdown")
-    assert process.process.wait(DEADLINE_S) == 0
+def test_shutdown_ends_everything(fresh: Process) -> None:
+    fresh.holder("shutdown")
+    assert fresh.process.wait(DEADLINE_S) == 0
 
 
 # --- clients --------------------------------------------------------------------------------------
@@ -155,22 +158,22 @@ def test_a_new_client_finds_a_clean_function(process: Process) -> None:
         assert process.control("objects") == {"contexts": []}
 
 
-def test_a_client_that_went_leaves_no_descriptor(process: Process) -> None:
-    pids = [process.holder("status")[name] for name in ("holder_pid", "worker_pid")]
+def test_a_client_that_went_leaves_no_descriptor(fresh: Process) -> None:
+    pids = [fresh.holder("status")[name] for name in ("holder_pid", "worker_pid")]
 
     def alone() -> bool:
-        return not process.control("status")["connected"]
+        return not fresh.control("status")["connected"]
 
     wait_for(alone, "no client")
-    with Guest(process):
+    with Guest(fresh):
         pass
     wait_for(alone, "the client to be gone")
     before = [open_fds(pid) for pid in pids]
     for _ in range(5):
-        with Guest(process) as guest:
+        with Guest(fresh) as guest:
             guest.ring().open()
     wait_for(alone, "the client to be gone")
-    wait_for(lambda: process.holder("status")["kept_descriptors"] == 0, "the holder to let go")
+    wait_for(lambda: fresh.holder("status")["kept_descriptors"] == 0, "the holder to let go")
     # Asking opens a connection of its own, which may still be closing.
     wait_for(lambda: [open_fds(pid) for pid in pids] <= before, "descriptors to be closed")
 
@@ -254,16 +257,16 @@ class socket_of:  # noqa: N801 - reads as what it is: the client, not answering 
 # --- killed workers -------------------------------------------------------------------------------
 
 
-def test_twenty_kills_under_load_cost_a_pause_and_no_bit(process: Process, guest: Guest) -> None:
+def test_twenty_kills_under_load_cost_a_pause_and_no_bit(fresh: Process, tenant: Guest) -> None:
     """In-place SGD on the device while the worker dies; registers are read all the time."""
     n, repeat = 120_000, 6000
     rng = np.random.default_rng(11)
     w, g = (rng.standard_normal(n, dtype=np.float32) for _ in range(2))
-    ring = guest.ring()
+    ring = tenant.ring()
     ring.open()
     weights, gradient = ring.tensor(w), ring.tensor(g)
     program = ring.load(sgd(n))
-    buffer = guest.buffer(abi.BINDING.pack(weights, 0) + abi.BINDING.pack(gradient, 0))
+    buffer = tenant.buffer(abi.BINDING.pack(weights, 0) + abi.BINDING.pack(gradient, 0))
     ring.post(abi.launch(99, program, 2, buffer.whole(32), repeat=repeat))
     ring.submit()
     stop = threading.Event()
@@ -271,7 +274,7 @@ def test_twenty_kills_under_load_cost_a_pause_and_no_bit(process: Process, guest
 
     def reap() -> None:
         while not stop.is_set() and len(kills) < 25:
-            kills.append(process.kill_worker())
+            kills.append(fresh.kill_worker())
             stop.wait(0.03)
 
     thread = threading.Thread(target=reap)
@@ -280,10 +283,10 @@ def test_twenty_kills_under_load_cost_a_pause_and_no_bit(process: Process, guest
     reads = 0
     while thread.is_alive() or not ring.ready():
         began = time.perf_counter()
-        assert guest.read32(Reg.MAGIC) == MAGIC
+        assert tenant.read32(Reg.MAGIC) == MAGIC
         gaps.append(time.perf_counter() - began)
-        guest.write32(Reg.SCRATCH, reads)
-        assert guest.read32(Reg.SCRATCH) == reads
+        tenant.write32(Reg.SCRATCH, reads)
+        assert tenant.read32(Reg.SCRATCH) == reads
         reads += 1
     thread.join()
     done = ring.take()
@@ -291,39 +294,39 @@ def test_twenty_kills_under_load_cost_a_pause_and_no_bit(process: Process, guest
     expected = w.copy()
     execute(sgd(n), [expected, g], repeat=repeat)
     assert np.array_equal(ring.read(weights, "float32", (n,)), expected)
-    status = process.holder("status")
+    status = fresh.holder("status")
     assert len(set(kills)) >= 20
     assert status["worker_restarts"] >= 20
-    assert guest.read32(Reg.WORKER_STARTS) == status["worker_restarts"] + 1
+    assert tenant.read32(Reg.WORKER_STARTS) == status["worker_restarts"] + 1
     # 50 ms is the goal on a quiet machine; what is asserted leaves room for a crowded one.
-    assert max(gaps) < 0.5, f"longest pause {max(gaps) * 1000:.1f} ms"
+    assert max(gaps) < 1.0, f"longest pause {max(gaps) * 1000:.1f} ms"
     print(f"kills {len(kills)}, longest pause {max(gaps) * 1000:.1f} ms, {reads} reads")
 
 
-def test_maps_interrupt_and_agreement_survive_the_worker(process: Process, guest: Guest) -> None:
-    ring = guest.ring()
+def test_maps_interrupt_and_agreement_survive_the_worker(fresh: Process, tenant: Guest) -> None:
+    ring = tenant.ring()
     ring.open()
     handle = ring.tensor(np.arange(100, dtype=np.float32))
-    process.kill_worker()
+    fresh.kill_worker()
     assert np.array_equal(ring.read(handle, "float32", (100,)), np.arange(100, dtype=np.float32))
-    while guest.transport.wait_interrupt(0):
+    while tenant.transport.wait_interrupt(0):
         pass
-    guest.write32(Reg.INTERRUPT_CAUSE, 0xF)
+    tenant.write32(Reg.INTERRUPT_CAUSE, 0xF)
     ring.post(abi.nop(5, flags=abi.Flag.INTERRUPT))
     ring.submit()
-    assert guest.transport.wait_interrupt(DEADLINE_S)
+    assert tenant.transport.wait_interrupt(DEADLINE_S)
 
 
-def test_a_worker_killed_while_asleep_is_replaced_unasked(process: Process, guest: Guest) -> None:
-    pid = process.kill_worker()
-    wait_for(lambda: process.holder("status")["worker_pid"] not in (0, pid), "a new worker")
-    assert guest.ring().do(abi.nop).status == 0
+def test_a_worker_killed_while_asleep_is_replaced_unasked(fresh: Process, tenant: Guest) -> None:
+    pid = fresh.kill_worker()
+    wait_for(lambda: fresh.holder("status")["worker_pid"] not in (0, pid), "a new worker")
+    assert tenant.ring().do(abi.nop).status == 0
 
 
-def test_the_zygote_may_die_too(process: Process, guest: Guest) -> None:
-    os.kill(process.holder("status")["zygote_pid"], signal.SIGKILL)
-    process.kill_worker()
-    assert guest.ring().do(abi.nop).status == 0
+def test_the_zygote_may_die_too(fresh: Process, tenant: Guest) -> None:
+    os.kill(fresh.holder("status")["zygote_pid"], signal.SIGKILL)
+    fresh.kill_worker()
+    assert tenant.ring().do(abi.nop).status == 0
 
 
 def test_a_stopped_worker_does_not_stop_the_holder(process: Process) -> None:
@@ -336,13 +339,13 @@ def test_a_stopped_worker_does_not_stop_the_holder(process: Process) -> None:
 # --- giving up ------------------------------------------------------------------------------------
 
 
-def test_a_function_that_gave_up_reads_as_a_pulled_device(process: Process, guest: Guest) -> None:
-    guest.write32(Reg.SCRATCH, 5)
-    process.holder("give-up")
-    client = guest.client
-    assert guest.read32(Reg.SCRATCH) == 0xFFFF_FFFF
+def test_a_function_that_gave_up_reads_as_a_pulled_device(fresh: Process, tenant: Guest) -> None:
+    tenant.write32(Reg.SCRATCH, 5)
+    fresh.holder("give-up")
+    client = tenant.client
+    assert tenant.read32(Reg.SCRATCH) == 0xFFFF_FFFF
     assert client.region_read(PciRegion.CONFIG, 0, 64) == b"\xff" * 64
-    guest.write32(Reg.SCRATCH, 6)
+    tenant.write32(Reg.SCRATCH, 6)
     client.reset()
     fd = memfd("late", 4096)
     client.dma_map(0x9000_0000, 4096, fd=fd)
@@ -351,15 +354,15 @@ def test_a_function_that_gave_up_reads_as_a_pulled_device(process: Process, gues
     client.irq_disable(PciIrq.MSI)
     with pytest.raises(Refusal):
         client.region_info(0)
-    status = process.holder("status")
+    status = fresh.holder("status")
     assert (status["ready"], status["gave_up"], status["worker_pid"]) == (False, "asked to", 0)
 
 
-def test_a_new_client_of_a_function_that_gave_up_is_refused(process: Process) -> None:
-    process.holder("give-up")
+def test_a_new_client_of_a_function_that_gave_up_is_refused(fresh: Process) -> None:
+    fresh.holder("give-up")
     for _ in range(3):
         with pytest.raises((Refusal, UnavailableError)):
-            Guest(process)
+            Guest(fresh)
 
 
 def test_workers_that_die_at_once_are_not_restarted_for_ever() -> None:
@@ -378,14 +381,14 @@ def test_workers_that_die_at_once_are_not_restarted_for_ever() -> None:
         assert "gave up" in process.log.read_text()
 
 
-def test_a_request_in_flight_is_answered_by_the_holder(process: Process, guest: Guest) -> None:
+def test_a_request_in_flight_is_answered_by_the_holder(fresh: Process, tenant: Guest) -> None:
     """The worker dies with a request consumed and unanswered, and there is no next worker."""
-    pid = process.holder("status")["worker_pid"]
+    pid = fresh.holder("status")["worker_pid"]
     os.kill(pid, signal.SIGSTOP)
     got: list[int] = []
-    thread = threading.Thread(target=lambda: got.append(guest.read32(Reg.MAGIC)))
+    thread = threading.Thread(target=lambda: got.append(tenant.read32(Reg.MAGIC)))
     thread.start()
-    process.holder("give-up")
+    fresh.holder("give-up")
     thread.join(DEADLINE_S)
     assert got == [0xFFFF_FFFF]
 
@@ -424,28 +427,28 @@ def test_a_client_that_sends_without_end_is_dropped(process: Process) -> None:
     assert process.holder("status")["ready"]
 
 
-def test_freeze_stops_commands_and_thaw_lets_them_go_on(process: Process, guest: Guest) -> None:
-    ring = guest.ring()
+def test_freeze_stops_commands_and_thaw_lets_them_go_on(fresh: Process, tenant: Guest) -> None:
+    ring = tenant.ring()
     ring.open()
     n = 100_000
     w, g = ring.tensor(np.ones(n, np.float32)), ring.tensor(np.zeros(n, np.float32))
     program = ring.load(sgd(n))
-    buffer = guest.buffer(abi.BINDING.pack(w, 0) + abi.BINDING.pack(g, 0))
+    buffer = tenant.buffer(abi.BINDING.pack(w, 0) + abi.BINDING.pack(g, 0))
     ring.post(abi.launch(1, program, 2, buffer.whole(32), repeat=3000))
     ring.post(abi.nop(2))
     ring.submit()
-    frozen = process.control("freeze")
-    assert guest.read32(Reg.STATUS) & 4
-    assert process.control("status")["frozen_by"] == ["control"]
-    tiles = process.control("statistics")["tiles"]
-    assert process.control("freeze")["digest"] == frozen["digest"]
-    process.kill_worker()
-    wait_for(lambda: process.holder("status")["worker_pid"], "a new worker")
-    assert process.control("status")["frozen"]
-    assert process.control("statistics")["tiles"] == tiles
+    frozen = fresh.control("freeze")
+    assert tenant.read32(Reg.STATUS) & 4
+    assert fresh.control("status")["frozen_by"] == ["control"]
+    tiles = fresh.control("statistics")["tiles"]
+    assert fresh.control("freeze")["digest"] == frozen["digest"]
+    fresh.kill_worker()
+    wait_for(lambda: fresh.holder("status")["worker_pid"], "a new worker")
+    assert fresh.control("status")["frozen"]
+    assert fresh.control("statistics")["tiles"] == tiles
     assert not ring.ready()
-    process.control("thaw")
-    guest.wait(lambda: ring.ready() == 2)
+    fresh.control("thaw")
+    tenant.wait(lambda: ring.ready() == 2)
     assert [ring.take().status for _ in range(2)] == [0, 0]
 
 
@@ -500,10 +503,10 @@ def test_a_long_program_does_not_starve_another_queue(guest: Guest) -> None:
     assert short.ok(abi.nop) == 0
 
 
-def test_the_holder_refuses_to_kill_a_worker_that_is_not_there(process: Process) -> None:
-    process.holder("give-up")
+def test_the_holder_refuses_to_kill_a_worker_that_is_not_there(fresh: Process) -> None:
+    fresh.holder("give-up")
     with pytest.raises(AssertionError, match="no-worker"):
-        process.holder("kill-worker")
+        fresh.holder("kill-worker")
 
 
 def test_a_message_cut_in_the_middle_does_not_block_the_control_socket(process: Process) -> None:
@@ -515,17 +518,17 @@ def test_a_message_cut_in_the_middle_does_not_block_the_control_socket(process: 
         assert guest.read32(Reg.MAGIC) == MAGIC
 
 
-def test_garbage_ends_its_connection_alone(process: Process) -> None:
+def test_garbage_ends_its_connection_alone(fresh: Process) -> None:
     for raw in (b"\xff" * 64, bytes(64), b"GET / HTTP/1.0\r\n\r\n" * 4):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(DEADLINE_S)
-            sock.connect(process.spec.vfio_socket)
+            sock.connect(fresh.spec.vfio_socket)
             sock.sendall(raw)
             try:
                 while sock.recv(4096):
                     pass
             except (ConnectionResetError, DeadlineError):
                 pass
-    with Guest(process) as guest:
+    with Guest(fresh) as guest:
         assert guest.read32(Reg.MAGIC) == MAGIC
-    assert process.holder("status")["worker_restarts"] == 0
+    assert fresh.holder("status")["worker_restarts"] == 0

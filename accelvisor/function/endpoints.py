@@ -1,0 +1,50 @@
+"""What the holder makes once: shared memory and listening sockets. Standard library only."""
+
+from __future__ import annotations
+
+import fcntl
+import grp
+import os
+import socket
+
+from accelvisor.errors import SystemFailure
+
+_BACKLOG = 16
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def memfd(name: str, size: int) -> int:
+    """Shared memory of a fixed size: nobody who maps it can be made to fault."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    return fd
+
+
+def listen(path: str, group: str = "") -> socket.socket:
+    """A listening, non-blocking socket that nobody could connect to before its permissions were
+    right: its owner and ``group``.
+
+    Raises:
+        SystemFailure: it cannot be made.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    old = os.umask(0o177)
+    try:
+        if os.path.exists(path):
+            os.unlink(path)
+        sock.bind(path)
+        if group:
+            os.chown(path, -1, grp.getgrnam(group).gr_gid)
+        os.chmod(path, 0o660)
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+    except (OSError, KeyError) as error:
+        sock.close()
+        raise SystemFailure(
+            f"cannot listen on {path}: {error}", code="function-socket", where="holder",
+            hint="check the directory, its owner and the socket group",
+        ) from error  # fmt: skip
+    finally:
+        os.umask(old)
+    return sock
