@@ -309,7 +309,7 @@ class Client(FeatureCalls):
             if not self._closed:
                 sock.settimeout(None)
                 set_receive_timeout(sock, self._timeout_s)
-        outcome = self._receive(sock, reader, time.monotonic() + self._timeout_s)
+        outcome = self._receive(sock, reader)
         if outcome is not None:
             close_fds(outcome.fds)
             raise self._give_up(bad("reply", "nothing was asked"))
@@ -369,13 +369,23 @@ class Client(FeatureCalls):
 
     def _exchange(self, ident: int, data: bytes, fds: Sequence[int] = ()) -> Completion:
         self._send(data, fds)
-        deadline = time.monotonic() + self._timeout_s
+        deadline = 0.0
         while True:
-            done = self._receive(self._sock, self._reader, deadline)
+            done = self._receive(self._sock, self._reader)
             if done is not None:
                 if done.id == ident:
                     return done
                 close_fds(done.fds)
+            # The server asks instead of answering: only then the clock is worth a look, since each
+            # wait is bounded by the socket itself.
+            deadline = deadline or time.monotonic() + self._timeout_s
+            if time.monotonic() > deadline:
+                self.close()
+                raise DeadlineError(
+                    f"the server asked for {self._timeout_s} s and did not answer",
+                    code="vfio-user-deadline", where="vfio-user client",
+                    hint="the function hangs: see its log, or restart it",
+                )  # fmt: skip
 
     def _read(self, index: int, offset: int, count: int) -> memoryview:
         body = self.call(Command.REGION_READ, messages.ACCESS.pack(offset, index, count))
@@ -405,9 +415,7 @@ class Client(FeatureCalls):
         except OSError as error:
             raise self._gone(f"the server went: {error.strerror}") from error
 
-    def _receive(
-        self, sock: socket.socket, reader: FrameReader, deadline: float
-    ) -> Completion | None:
+    def _receive(self, sock: socket.socket, reader: FrameReader) -> Completion | None:
         """One message: a reply to us, or None after a request of the server was answered."""
         try:
             message = receive(sock, reader)
@@ -430,22 +438,15 @@ class Client(FeatureCalls):
             raise self._give_up(error) from error
         if isinstance(outcome, Completion):
             return outcome
-        self._reply(sock, outcome, deadline)
+        self._reply(sock, outcome)
         return None
 
-    def _reply(self, sock: socket.socket, outbound: Outbound, deadline: float) -> None:
+    def _reply(self, sock: socket.socket, outbound: Outbound) -> None:
         if outbound.data:
             try:
                 send(sock, outbound.data)
             except OSError as error:
                 raise self._gone(f"the server went: {error.strerror}") from error
-        if time.monotonic() > deadline:
-            self.close()
-            raise DeadlineError(
-                f"the server asked for {self._timeout_s} s and did not answer",
-                code="vfio-user-deadline", where="vfio-user client",
-                hint="the function hangs: see its log, or restart it",
-            )  # fmt: skip
 
     def _forget(self, ranges: Sequence[DmaRange[memoryview | None]]) -> None:
         for entry in ranges:

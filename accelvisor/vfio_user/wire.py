@@ -34,6 +34,7 @@ _GOOD_FLAGS = frozenset(
     for error in (0, FLAG_ERROR)
 )
 _NO_FDS: tuple[int, ...] = ()
+_UNPACK = HEADER.unpack_from
 
 
 def close_fds(fds: Iterable[int]) -> None:
@@ -69,7 +70,7 @@ class Message:
         self.size: int
         self.flags: int
         self.errno: int
-        self.id, self.command, self.size, self.flags, self.errno = HEADER.unpack_from(raw)
+        self.id, self.command, self.size, self.flags, self.errno = _UNPACK(raw)
         if self.size != len(raw):
             raise broken(f"the header says {self.size} bytes, the message has {len(raw)}")
 
@@ -232,7 +233,7 @@ class FrameReader:
 
     def _cut(self, fds: Sequence[int]) -> Message | None:
         """The first message of the buffer if it is whole; ``fds`` came with the last byte."""
-        _, _, size, flags, _ = HEADER.unpack_from(self._buffer)
+        _, _, size, flags, _ = _UNPACK(self._buffer)
         if size < HEADER_BYTES or size > self._limit or flags not in _GOOD_FLAGS:
             if fds:
                 self._fds.extend(fds)
