@@ -90,8 +90,8 @@ def state(host: LabHost, uuid: str) -> str:
     return str(accelctl(host, "function", "show", uuid)["function"]["state"])
 
 
-def selftest(guest: Guest) -> None:
-    guest.run(["accelguest", "selftest"], timeout=120)
+def selftest(guest: Guest, *options: str) -> None:
+    guest.run(["accelguest", "selftest", *options], timeout=120)
 
 
 def test_a_function_is_plugged_into_a_running_vm_and_taken_out(
@@ -132,7 +132,8 @@ def test_functions_of_two_sizes_come_and_go_while_the_vm_runs(
     accelctl(host, "attach", first["uuid"], running.domain, "--live")
     host.wait(lambda: len(seen(running)) == 2, deadline_s=10, what="both functions")
     assert left in seen(running)
-    selftest(running)
+    for address in seen(running):
+        selftest(running, "--device", address)
 
 
 def test_a_persistent_function_is_there_after_every_way_to_restart(
@@ -158,10 +159,7 @@ def test_a_persistent_function_is_there_after_every_way_to_restart(
     selftest(start(host, domain_name))
     accelctl(host, "vm", "stop", domain_name)
     accelctl(host, "detach", function["uuid"], domain_name, "--persistent")
-    assert UUID_NAMESPACE not in host.virsh("dumpxml", domain_name, "--inactive").stdout
-
-
-UUID_NAMESPACE = xml.NAMESPACE
+    assert xml.NAMESPACE not in host.virsh("dumpxml", domain_name, "--inactive").stdout
 
 
 def test_a_persistent_function_can_be_unplugged_and_plugged_again(
@@ -288,18 +286,14 @@ print("closed", [t.name for t in threading.enumerate() if t is not threading.mai
 def test_events_go_on_after_a_restart_of_libvirt(host: LabHost, domain_name: str) -> None:
     define(host, domain_name)
     host.push(_WATCH.encode(), "/tmp/watch.py")
-    host.run(
-        ["systemd-run", "--quiet", "--unit=watch", "--collect", "--property=StandardOutput=file:/tmp/watch.log",
-         "--property=StandardError=file:/tmp/watch.log", "sh", "-c",
-         "mkfifo /tmp/watch.in; exec python3 /tmp/watch.py < /tmp/watch.in"]
-    )  # fmt: skip
+    start_watch = "mkfifo /tmp/watch.in; exec python3 /tmp/watch.py < /tmp/watch.in"
+    unit = ["systemd-run", "--quiet", "--collect"]
+    into = [f"--property=Standard{end}=file:/tmp/watch.log" for end in ("Output", "Error")]
+    host.run([*unit, "--unit=watch", *into, "sh", "-c", start_watch])
     log = lambda: host.run(["cat", "/tmp/watch.log"], check=False).stdout.splitlines()  # noqa: E731
     try:
         host.wait(["test", "-p", "/tmp/watch.in"], deadline_s=10)
-        host.run(
-            ["systemd-run", "--quiet", "--unit=watch-end", "--collect", "sh", "-c",
-             "sleep infinity > /tmp/watch.in"]
-        )  # fmt: skip
+        host.run([*unit, "--unit=watch-end", "sh", "-c", "sleep infinity > /tmp/watch.in"])
         host.wait(lambda: log() == ["connected  "], deadline_s=20, what="a connection")
         host.run(["systemctl", "restart", "libvirtd"])
         host.wait(
