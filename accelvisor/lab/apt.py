@@ -139,6 +139,7 @@ def configure(root: Path, address: str) -> list[Path]:
         'Acquire::Languages "none";',
         'APT::Install-Recommends "false";',
         'Dpkg::Options { "--force-unsafe-io"; };',
+        'Dpkg::Use-Pty "0";',
         *machine_options(),
     ]
     borrowed = root / "etc/apt/apt.conf.d/90accelvisor-lab"
