@@ -34,6 +34,7 @@ PROGRAM = 2
 RECORD = struct.Struct("<IIIBBH8IQQQ32s")
 #: Below this a scrub writes zeros; above, giving the pages back is cheaper.
 _PUNCH_BYTES = 256 * 1024
+_PUNCH_STEP = 16 * 1024 * 1024
 _ZERO_PAGE = bytes(PAGE)
 
 
@@ -117,7 +118,7 @@ class Memory:
         if extent < _PUNCH_BYTES:
             self.view[address : address + extent] = bytes(extent)
         else:
-            self.map.madvise(mmap.MADV_REMOVE, address, extent)
+            self._punch(address, extent)
 
     def extents(self) -> list[tuple[int, int]]:
         """Live (address, bytes), sorted."""
@@ -130,8 +131,16 @@ class Memory:
 
     def scrub_all(self) -> None:
         """Zero everything, and forget every extent."""
-        self.map.madvise(mmap.MADV_REMOVE, 0, self.nbytes)
+        self._punch(0, self.nbytes)
         self.forget()
+
+    def _punch(self, address: int, extent: int) -> None:
+        """Give pages back. In steps, since the call keeps the interpreter and registers must be
+        answered meanwhile.
+        """
+        for at in range(address, address + extent, _PUNCH_STEP):
+            step = min(_PUNCH_STEP, address + extent - at)
+            self.map.madvise(mmap.MADV_REMOVE, at, step)
 
 
 def pages(nbytes: int) -> int:

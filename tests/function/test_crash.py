@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class Machine:
     """The memory that outlives workers, and a guest that wrote its commands beforehand."""
 
     def __init__(self, script: list[bytes], ram: bytes) -> None:
-        self.spec = make_spec(Path("/tmp"), memory_bytes=8 * MIB, queues=1, cores=1)
+        self.spec = make_spec(Path("/tmp"), memory_bytes=5 * MIB, queues=1, cores=1)
         self.fds = [memfd("state", STATE_BYTES), memfd("window", self.spec.window_bytes),
                     memfd("memory", self.spec.memory_bytes)]  # fmt: skip
         self.ram_fd = memfd("ram", 4 * MIB)
@@ -94,6 +95,23 @@ class Machine:
         if not state.u32[s.N_DMA_TOP]:
             os.close(held[0])
         return Device(self.spec, state, self.fds[1], self.fds[2], descriptors)
+
+    def admin(self, life: Life, what: str) -> int:
+        """One worker that carries out a reset or a disable, as its engine would at its start."""
+        device = self.worker(life)
+        try:
+            state, lane = device.state, device.frontend.lanes[0]
+            if not state.u32[s.R_RESETTING]:
+                device.frontend.recover()
+            if state.u32[s.R_RESETTING]:
+                device._reset_on_engine()
+            elif what == "disable" and state.u32[lane.record + s.Q_CLOSING] == 1:
+                device.frontend.disable(lane)
+                state.u32[lane.record + s.Q_CLOSING] = 0
+            return life.left
+        finally:
+            for fd in device.descriptors.fds.values():
+                os.close(fd)
 
     def live(self, life: Life, most: int = 100_000) -> int:
         """Run one worker until it is idle or dies. Returns its stores left."""
@@ -139,6 +157,7 @@ class Machine:
             os.close(fd)
 
 
+@cache
 def script() -> tuple[list[bytes], bytes]:
     """Every kind of command, with refusals, in-place updates and reuse of slots and memory."""
     sgd = encode(
@@ -245,3 +264,43 @@ def test_death_after_death_ends_the_same(
     assert deaths > 5
     compare(machine, expected, f"{deaths} deaths")
     machine.close()
+
+
+def halfway() -> Machine:
+    """A machine in the middle of its launch, with objects, scratch and bindings in use."""
+    machine = Machine(*script())
+    with pytest.raises(Died):
+        machine.live(Life(120))
+    state = State(machine.fds[0])
+    assert state.u64[(s.cursor_word(0) + s.C_SCRATCH_BYTES64) // 2]
+    return machine
+
+
+@pytest.mark.parametrize("what", ["reset", "disable"])
+def test_death_in_a_reset_or_a_disable_leaves_nothing_behind(what: str) -> None:
+    word = s.R_RESETTING if what == "reset" else s.queue_word(0) + s.Q_CLOSING
+    at = 0
+    while True:
+        at += 1
+        machine = halfway()
+        state = State(machine.fds[0])
+        state.u32[word] = 1
+        try:
+            machine.admin(Life(at), what)
+            died = False
+        except Died:
+            died = True
+            machine.admin(Life(-1), what)
+        outcome = machine.outcome()
+        place = f"{what} killed at store {at}"
+        assert outcome["memory"] == bytes(machine.spec.memory_bytes), place
+        assert not any(outcome["queue"]), place
+        assert not any(outcome["cursor"]), place
+        assert not any(outcome["contexts"]), place
+        assert not any(outcome["bindings"]), place
+        kinds = [outcome["objects"][n] for n in range(0, len(outcome["objects"]), s.OBJECT_BYTES)]
+        assert not any(kinds), place
+        machine.close()
+        if not died:
+            assert at > 10
+            return
