@@ -61,7 +61,9 @@ class LabHost:
             )
         words = [f"{name}={value}" for name, value in {**_ENVIRONMENT, **(env or {})}.items()]
         target = str(self._record.leader.pid)
-        return ["nsenter", "--target", target, "--all", "--", "env", "-i", *words, *argv]
+        # --root as well: inside a chroot, nspawn cannot make its root that of the namespace.
+        nsenter = ["nsenter", "--target", target, "--all", "--root", "--wd", "--"]
+        return [*nsenter, "env", "-i", *words, *argv]
 
     def run(
         self,
