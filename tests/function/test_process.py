@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from accelvisor.abi import commands as abi
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot
 from accelvisor.abi.registers import MAGIC, QueueReg, QueueStatus, Reg
+from accelvisor.abi.status import CommandStatus
 from accelvisor.errors import DeadlineError, UnavailableError
 from accelvisor.kernels.interpreter import execute
 from accelvisor.vfio_user.client import Client
@@ -301,6 +303,62 @@ def test_twenty_kills_under_load_cost_a_pause_and_no_bit(fresh: Process, tenant:
     # 50 ms is the goal on a quiet machine; what is asserted leaves room for a crowded one.
     assert max(gaps) < 1.0, f"longest pause {max(gaps) * 1000:.1f} ms"
     print(f"kills {len(kills)}, longest pause {max(gaps) * 1000:.1f} ms, {reads} reads")
+
+
+def test_maps_and_interrupts_that_change_while_workers_die(fresh: Process, tenant: Guest) -> None:
+    """Descriptors on their way when the worker is killed are neither lost nor kept for ever."""
+    ring = tenant.ring()
+    ring.open()
+    handle = ring.ok(abi.tensor_create, DType.UINT8, (4096,))
+    stop = threading.Event()
+
+    def reap() -> None:
+        for _ in range(20):
+            fresh.kill_worker()
+            if stop.wait(0.02):
+                return
+
+    thread = threading.Thread(target=reap)
+    thread.start()
+    base, rounds = 0x5_0000_0000, 0
+    while thread.is_alive() or rounds < 20:
+        fd = memfd(f"round{rounds}", 8192)
+        os.pwrite(fd, bytes([rounds & 0xFF]) * 4096, 4096)
+        tenant.client.dma_map(base, 4096, fd=fd, offset=4096)
+        ring.ok(abi.copy_in, handle, 0, abi.Memory(0, 0, base, 4096, 0))
+        ring.ok(abi.copy_out, handle, 0, abi.Memory(0, 0, base, 4096, 0))
+        assert os.pread(fd, 4096, 4096) == bytes([rounds & 0xFF]) * 4096
+        tenant.client.dma_unmap(base, 4096)
+        eventfd = tenant.client.irq_eventfd(PciIrq.MSI)
+        tenant.write32(Reg.INTERRUPT_CAUSE, 0xF)
+        ring.do(abi.nop, flags=abi.Flag.INTERRUPT)
+        assert select.select([eventfd], [], [], DEADLINE_S)[0]
+        os.close(eventfd)
+        os.close(fd)
+        rounds += 1
+    stop.set()
+    thread.join()
+    assert fresh.control("status")["dma_maps"] == 1
+    # RAM and the last eventfd; what died on its way has been let go of.
+    wait_for(lambda: fresh.holder("status")["kept_descriptors"] <= 2, "descriptors to be dropped")
+
+
+def test_a_client_that_shrinks_its_memory_gets_a_fault_and_kills_nobody(
+    process: Process, guest: Guest
+) -> None:
+    """Case V15."""
+    ring = guest.ring()
+    ring.open()
+    handle = ring.ok(abi.tensor_create, DType.UINT8, (8192,))
+    fd = memfd("shrinking", 8192, sealed=False)
+    guest.client.dma_map(0x5_0000_0000, 8192, fd=fd)
+    ring.ok(abi.copy_in, handle, 0, abi.Memory(0, 0, 0x5_0000_0000, 8192, 0))
+    os.ftruncate(fd, 0)
+    done = ring.do(abi.copy_in, handle, 0, abi.Memory(0, 0, 0x5_0000_0000, 8192, 0))
+    assert done.status == CommandStatus.BAD_ADDRESS
+    assert guest.read32(Reg.MAGIC) == MAGIC
+    assert process.holder("status")["worker_restarts"] == 0
+    os.close(fd)
 
 
 def test_maps_interrupt_and_agreement_survive_the_worker(fresh: Process, tenant: Guest) -> None:
