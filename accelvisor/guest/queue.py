@@ -101,8 +101,8 @@ class Queue:
         self._interrupts: bool = getattr(transport, "interrupts", True)
         self._cookie = 0
         self._expected_s = self.policy.spin_s / 4
-        #: (cookie, what to call at its completion, whether to drop the completion because nobody
-        #: waits for it). A deque: garbage collection adds to it while the lock may be held.
+        #: (cookie, what to call at its completion, whether nobody waits for it). A deque, because
+        #: garbage collection adds to it while the lock may be held.
         self.abandoned: deque[tuple[int, Callable[[], None] | None, bool]] = deque()
         self._forget()
 
@@ -160,8 +160,7 @@ class Queue:
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until some command in flight has completed. Raises as :meth:`wait`."""
-        before = len(self._flight)
-        pause = Pauses(self, self._clock(), timeout_s)
+        before, pause = len(self._flight), Pauses(self, self._clock(), timeout_s)
         while before and len(self._flight) >= before:
             with self._lock:
                 if self._dead is not None:
@@ -196,14 +195,13 @@ class Queue:
 
     @property
     def in_flight(self) -> int:
-        """Commands submitted whose completion has not been seen."""
+        """Commands whose completion has not been seen."""
         return len(self._flight)
 
     def submit(self, entry: bytes, timeout_s: float | None = 30.0) -> int:
         """Put one 64-byte entry into the ring; its cookie field is filled in here.
 
-        The entry may be submitted any number of times. Blocks while ``depth`` commands are in
-        flight.
+        An entry may be submitted many times. Blocks while ``depth`` commands are in flight.
 
         Returns:
             The cookie to wait for.
@@ -254,17 +252,16 @@ class Queue:
             interrupt: the entry carried Flag.INTERRUPT, so sleeping may rely on one.
 
         Raises:
-            CommandTimeout: it did not complete in time. The command may still run: :meth:`abandon`
-                it, and keep its memory until then.
+            CommandTimeout: not in time. It may still run: keep its memory and :meth:`abandon` it.
             DeviceReset, DeviceBroken: it never will.
         """
         if cookie not in self._done:
             start = self._clock()
-            spin = min(2 * self._expected_s + 2e-5, self.policy.spin_s)
-            if not self._spin(cookie, start + spin):
+            if not self._spin(cookie, start + self.policy.spin_for(self._expected_s)):
                 self._doze(cookie, start, timeout_s, interrupt and self._interrupts)
+            took = min(self._clock() - start, 4 * self.policy.spin_s)
             # An average over about eight waits, so that one long program does not end spinning.
-            self._expected_s += (self._clock() - start - self._expected_s) / 8
+            self._expected_s += (took - self._expected_s) / 8
         with self._lock:
             raw = self._done.pop(cookie, None)
         if raw is None:
@@ -272,7 +269,7 @@ class Queue:
         return Completion(raw[0], raw[1], raw[2], raw[3], raw[4])
 
     def call(self, entry: bytes, timeout_s: float | None = 30.0) -> Completion:
-        """Submit one entry and wait for it."""
+        """Submit and wait."""
         return self.wait(self.submit(entry, timeout_s), timeout_s)
 
     def abandon(self, cookie: int, release: Callable[[], None] | None = None) -> None:
@@ -343,7 +340,7 @@ class Queue:
         if not _IN_ORDER:
             _fence()
         if count > len(self._flight):
-            # More than was asked for: an absent window's zeros or ones, or a reset behind our back.
+            # More than was asked for: an absent window, or a reset behind our back.
             return self._suspect("completion index", tail)
         window, mask, cq = self._window, self._mask, self._cq
         flight, done = self._flight, self._done
@@ -454,8 +451,7 @@ class Queue:
 
     def _make_room(self, timeout_s: float | None) -> None:
         """Wait until a command may be added. Called with the lock held."""
-        start = self._clock()
-        pause = Pauses(self, start, timeout_s)
+        pause = Pauses(self, self._clock(), timeout_s)
         while True:
             self._reap()
             self._sq_head = self._words[self._sq_head_at]

@@ -13,7 +13,8 @@ from accelvisor.guest.errors import CommandTimeout
 class WaitPolicy:
     """How a waiter spends its time. Seconds."""
 
-    #: Never spin longer than this, whatever recent commands took.
+    #: Spin at most this long; where recent commands took longer, do not spin at all: it would take
+    #: time from the very core that the device may need, and end in a sleep all the same.
     spin_s: float = 0.0005
     #: The first sleep; later ones are a tenth of the time waited so far, so that at most about a
     #: tenth is lost to oversleeping.
@@ -25,6 +26,12 @@ class WaitPolicy:
     health_s: float = 0.1
     #: How much longer to wait past a deadline while the function says that it is frozen.
     frozen_s: float = 60.0
+
+    def spin_for(self, expected_s: float) -> float:
+        """How long to spin for a command that will probably take ``expected_s`` seconds."""
+        if expected_s > self.spin_s:
+            return min(2e-5, self.spin_s)
+        return min(2 * expected_s + 2e-5, self.spin_s)
 
 
 class Waited(Protocol):

@@ -137,6 +137,22 @@ def test_a_late_completion_is_waited_for_without_spinning_through_it(device: Fak
     assert device.clock.slept > 0
 
 
+def test_spinning_stops_where_it_does_not_pay_and_comes_back(device: FakeDevice) -> None:
+    queue = make(device)
+    policy = queue.policy
+    for _ in range(50):
+        queue.call(NOP)
+    assert policy.spin_for(queue._expected_s) > 2e-5  # quick commands are worth spinning for
+    device.late_ticks = 30
+    for _ in range(30):
+        queue.call(NOP)
+    assert policy.spin_for(queue._expected_s) == 2e-5
+    device.late_ticks = 0
+    for _ in range(50):
+        queue.call(NOP)
+    assert policy.spin_for(queue._expected_s) > 2e-5
+
+
 def test_an_interrupt_ends_the_sleep(device: FakeDevice) -> None:
     queue = make(device)
     device.late_ticks = 1
