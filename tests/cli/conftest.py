@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from daemon.harness import Harness
+from tests.daemon.harness import Harness
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from daemon.harness import Harness
+from tests.daemon.harness import Harness
 
 from accelvisor.cli import main as main_module
 from accelvisor.control import admin

@@ -7,7 +7,7 @@ import json
 import time
 
 import pytest
-from daemon.harness import Harness
+from tests.daemon.harness import Harness
 
 from accelvisor.cli import main as main_module
 from accelvisor.daemon.supervisor import SubprocessSupervisor

@@ -21,7 +21,7 @@ VICTIM = """
 import asyncio, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-from daemon.harness import Harness
+from tests.daemon.harness import Harness
 step, root = sys.argv[1], Path(sys.argv[2])
 
 def fault(name):

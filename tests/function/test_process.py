@@ -387,6 +387,22 @@ def test_the_zygote_may_die_too(fresh: Process, tenant: Guest) -> None:
     assert tenant.ring().do(abi.nop).status == 0
 
 
+def test_nothing_outlives_the_holder(fresh: Process, tenant: Guest) -> None:
+    status = fresh.holder("status")
+    os.kill(status["holder_pid"], signal.SIGKILL)
+    fresh.process.wait(DEADLINE_S)
+    for name in ("worker_pid", "zygote_pid"):
+        wait_for(lambda n=name: _is_gone(status[n]), f"{name} to end")
+    assert tenant.transport.read32(Reg.MAGIC) == 0xFFFF_FFFF
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def test_a_stopped_worker_does_not_stop_the_holder(process: Process) -> None:
     pid = process.holder("status")["worker_pid"]
     os.kill(pid, signal.SIGSTOP)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -351,16 +350,19 @@ def test_doctor_finds_a_host_that_can_do_it(host: LabHost) -> None:
     assert checks["kvm"]["severity"] in ("ok", "warning")
 
 
+_TIME_HOOK = """\
+import subprocess, sys, time
+text = sys.stdin.buffer.read()
+command = ["/etc/libvirt/hooks/qemu.d/50-accelvisor", "plain", "prepare", "begin", "-"]
+def once():
+    began = time.perf_counter()
+    subprocess.run(command, input=text, check=True)
+    return time.perf_counter() - began
+print(min(once() for _ in range(30)))
+"""
+
+
 def test_the_hook_costs_a_vm_without_a_function_less_than_50_ms(host: LabHost) -> None:
-    text = DomainSpec("plain").xml()
-
-    def once() -> float:
-        began = time.perf_counter()
-        host.run(
-            ["/etc/libvirt/hooks/qemu.d/50-accelvisor", "plain", "prepare", "begin", "-"],
-            input=text,
-        )
-        return time.perf_counter() - began
-
-    # The way into the host is measured with it; the best of several is the hook's own.
-    assert min(once() for _ in range(15)) < 0.050
+    said = host.run(["python3", "-c", _TIME_HOOK], input=DomainSpec("plain").xml())
+    # The best of many: what else the machine does is not the hook's.
+    assert float(said.stdout) < 0.050
