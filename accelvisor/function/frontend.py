@@ -273,7 +273,8 @@ class Frontend:
         u32 = self._u32
         if u32[lane.record] == _FAULTED:
             return
-        log.warning("queue %d stops: %s", lane.index, text)
+        # Not a warning: a guest could fill the host's journal with it. ``status`` counts faults.
+        log.info("queue %d stops: %s", lane.index, text)
         u32[lane.record + s.Q_FAULT] = status
         u32[lane.record + s.Q_FAULT_COMMAND] = cookie
         u32[s.R_FAULTS] = min(u32[s.R_FAULTS] + 1, _M32)

@@ -95,7 +95,10 @@ class Worker:
     # --- the holder -------------------------------------------------------------------------------
 
     def _from_holder(self) -> bool:
-        data, fds, _, _ = socket.recv_fds(self._given.channel, MESSAGE_BYTES, 1)
+        try:
+            data, fds, _, _ = socket.recv_fds(self._given.channel, MESSAGE_BYTES, 1)
+        except ConnectionResetError:
+            return False
         if not data:
             return False
         kind, argument = unpack(data)

@@ -12,7 +12,7 @@ import pytest
 from accelvisor.abi import commands as abi
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot
-from accelvisor.abi.registers import NEED_WAKEUP, QueueStatus, Reg
+from accelvisor.abi.registers import NEED_WAKEUP, QueueReg, QueueStatus, Reg
 from accelvisor.errors import DeadlineError
 from accelvisor.function import state as s
 from accelvisor.kernels.programs import PlannedOperation
@@ -24,6 +24,8 @@ N = 300_000
 
 def busy(ring: Ring, repeat: int = 1 << 30) -> None:
     """Start a program that runs until it is stopped."""
+    if not ring.register(QueueReg.CONTEXT):
+        ring.open()
     slots = (Slot(F32, (N,), Role.INPUT), Slot(F32, (N,), Role.OUTPUT))
     program = ring.load(Program(slots, (operation("relu", 0, 1),)))
     x = ring.ok(abi.tensor_create, F32, (N,))
