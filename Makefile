@@ -52,6 +52,6 @@ lab-down: bootstrap ## take it away again
 # The laboratory goes first: what it has mounted must not be deleted under it.
 clean: ## remove .venv, what was built, and the laboratory's caches
 	@if [ -x $(PYTHON) ] && [ "$$(id -u)" = 0 ]; then $(PYTHON) -m accelvisor.lab clean; fi
-	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	@rm -rf .venv .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache .benchmarks *.egg-info
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--bare", action="store_true", help="do not install accelvisor")
     down = add("down", _down, "take the laboratory away, and every abandoned one")
     down.add_argument("--all", action="store_true", help="every laboratory of this machine")
+    down.add_argument("--abandoned", action="store_true", help="only those left by the dead")
     add("status", _status, "what runs here")
     add("build", _build, "build and cache the images and packages, boot nothing")
     deb = add("deb", _deb, "build the Debian packages")
@@ -101,6 +102,8 @@ def _up(options: argparse.Namespace) -> int:
 
 def _down(options: argparse.Namespace) -> int:
     laboratory.reap(Progress())
+    if options.abandoned:
+        return 0
     names = state.names() if options.all else [laboratory.chosen_name()]
     for name in names:
         if laboratory.remove(name):
