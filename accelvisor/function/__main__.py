@@ -1,13 +1,14 @@
-"""``python3 -m accelvisor.function SPEC.json``: run one function until SIGTERM."""
+"""``python3 -m accelvisor.function SPEC.json``: run one function until SIGTERM.
+
+The zygote is forked before anything else is imported: its imports take the longest, and run beside
+the holder's own start.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import sys
-
-from accelvisor.errors import AccelvisorError
-from accelvisor.function.holder import Holder
-from accelvisor.function.spec import load
 
 
 def main(arguments: list[str]) -> int:
@@ -18,8 +19,20 @@ def main(arguments: list[str]) -> int:
     # Tiles are the parallelism; a BLAS with threads of its own would only fight them for cores.
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        from accelvisor.function import zygote
+
+        ours.close()
+        zygote.run(theirs, arguments[0])
+    theirs.close()
+    from accelvisor.errors import AccelvisorError
+    from accelvisor.function.holder import Holder
+    from accelvisor.function.spec import load
+
     try:
-        Holder(load(arguments[0])).run()
+        Holder(load(arguments[0])).run((ours, pid))
     except AccelvisorError as error:
         print(f"{error.where}: {error.message} [{error.code}]\n{error.hint}", file=sys.stderr)
         return 1

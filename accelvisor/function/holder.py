@@ -61,15 +61,18 @@ class Holder:
 
     # --- life -------------------------------------------------------------------------------------
 
-    def run(self) -> None:
+    def run(self, first_zygote: tuple[socket.socket, int]) -> None:
         """Serve until SIGTERM or ``shutdown``.
+
+        Args:
+            first_zygote: link and pid of one that was forked before this module was imported.
 
         Raises:
             ConflictError: another holder serves this function.
             SystemFailure: a socket cannot be made.
         """
         self._refuse_second()
-        self._start_zygote()  # first, so that its imports run beside the rest
+        self._adopt_zygote(*first_zygote)
         spec = self._spec
         wake, self._signals = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._signals, warn_on_full_buffer=False)
@@ -159,9 +162,12 @@ class Holder:
             signal.set_wakeup_fd(-1)
             zygote.run(theirs, self._spec)
         theirs.close()
-        ours.setblocking(False)
-        self._zygote, self._zygote_pid, self._warm = ours, pid, False
-        self._watch(ours.fileno(), self._from_zygote)
+        self._adopt_zygote(ours, pid)
+
+    def _adopt_zygote(self, link: socket.socket, pid: int) -> None:
+        link.setblocking(False)
+        self._zygote, self._zygote_pid, self._warm = link, pid, False
+        self._watch(link.fileno(), self._from_zygote)
 
     def _from_zygote(self) -> None:
         link = self._zygote

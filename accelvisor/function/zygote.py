@@ -13,20 +13,23 @@ import signal
 import socket
 import sys
 import traceback
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from accelvisor.errors import ConfigError
 from accelvisor.function.channel import FORK, MESSAGE_BYTES, WARM, pack, unpack
-from accelvisor.function.spec import Spec
 
 if TYPE_CHECKING:
+    from accelvisor.function.spec import Spec
     from accelvisor.function.worker import Inherited
 
 #: channel, control, state, window, memory, pipe out, pipe in
 _FIXED = 7
 
 
-def run(link: socket.socket, spec: Spec) -> None:
-    """Serve the holder's FORK requests until it goes away. Never returns to the caller's code."""
+def run(link: socket.socket, spec: Spec | str) -> NoReturn:
+    """Serve the holder's FORK requests until it goes away. ``spec`` may be the path of one: the
+    holder reads it too, and reports what is wrong with it.
+    """
     try:
         _close_others(link.fileno())
         _name("av-zygote")
@@ -34,7 +37,13 @@ def run(link: socket.socket, spec: Spec) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
         from accelvisor.function import worker
+        from accelvisor.function.spec import load
 
+        if isinstance(spec, str):
+            try:
+                spec = load(spec)
+            except ConfigError:
+                os._exit(1)
         gc.collect()
         gc.freeze()  # what is here stays shared between the workers
         link.send(pack(WARM, os.getpid()))
