@@ -18,7 +18,6 @@ from accelvisor.daemon.functions import Functions
 from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
 from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import Domain, DomainsPort
-from accelvisor.hypervisor.xml import prepare
 
 #: Seconds: of the event stream's signs of life, and how long verbs wait for guests.
 ALIVE_S = 15.0
@@ -208,13 +207,10 @@ class AdminService:
         ports = 4 if hotplug_ports is None else hotplug_ports
         if not 0 <= ports <= wire.MOST_PORTS:
             raise UsageError(f"hotplug_ports is 0 to {wire.MOST_PORTS}", where="admin")
-        xml = await self._links.call(
-            lambda port: prepare(port.xml(domain, live=False), spare_ports=ports)
+        found, xml = await self._links.call(
+            lambda port: port.prepare(domain, hotplug_ports=ports, dry_run=bool(dry_run))
         )
-        if dry_run:
-            return {"domain": None, "xml": xml}
-        reply = await self._domain(lambda port: port.define(xml))
-        return {**reply, "xml": xml}
+        return {"domain": None if dry_run else wire.domain(found), "xml": xml}
 
     async def undefine_domain(self, domain: str) -> dict[str, Any]:
         await self._links.call(lambda port: port.undefine(domain))

@@ -32,6 +32,7 @@ from accelvisor.hypervisor.port import (
     DomainOptions,
     DomainState,
 )
+from accelvisor.hypervisor.xml import prepare
 
 FAKE = Path(__file__).with_name("fake_function.py")
 
@@ -91,6 +92,10 @@ class FakeDomains:
 
     def domain_xml(self, options: DomainOptions) -> str:
         return f"<domain><name>{options.name}</name></domain>"
+
+    def prepare(self, domain: str, *, hotplug_ports: int, dry_run: bool) -> tuple[Domain, str]:
+        found = self.get(domain)
+        return found, prepare(self.xml(domain, live=False), spare_ports=hotplug_ports)
 
     def undefine(self, domain: str) -> None:
         found = self.get(domain)

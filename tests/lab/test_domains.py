@@ -302,9 +302,9 @@ def test_events_go_on_after_a_restart_of_libvirt(host: LabHost, domain_name: str
         )
         host.virsh("start", domain_name)
         host.virsh("destroy", domain_name)
-        wanted = [
-            f"started {domain_name} booted",
+        wanted = [  # in libvirt's order
             f"resumed {domain_name} unpaused",
+            f"started {domain_name} booted",
             f"stopped {domain_name} destroyed",
         ]
         host.wait(
