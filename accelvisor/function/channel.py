@@ -26,6 +26,7 @@ WARM = 7  # ready to fork
 
 
 def pack(kind: int, argument: int = 0) -> bytes:
+    """One message."""
     return _MESSAGE.pack(kind, argument)
 
 

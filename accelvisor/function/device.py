@@ -117,9 +117,11 @@ class Device:
     # --- what register writes set in motion (registers.Actions) -----------------------------------
 
     def doorbell(self, queue: int) -> None:
+        """Wake the engine."""
         self.engine.doorbell(queue)
 
     def queue_control(self, queue: int, value: int) -> None:
+        """ENABLE or DISABLE, carried out by the engine."""
         self.engine.queue_control(queue, value)
 
     def function_reset(self) -> None:

@@ -96,6 +96,7 @@ class File:
         return self._view
 
     def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from byte ``offset``. Raises DmaFault when the file has shrunk."""
         view = self.view()
         if view is not None:
             copy(target, view[offset : offset + len(target)])
@@ -108,6 +109,7 @@ class File:
             done += count
 
     def write_from(self, offset: int, source: memoryview) -> None:
+        """Store ``source`` at byte ``offset``. Raises DmaFault when the file has shrunk."""
         view = self.view()
         if view is not None:
             copy(view[offset : offset + len(source)], source)
@@ -120,6 +122,7 @@ class File:
             done += _io(os.pwritev, self.fd, source[done:], offset + done)
 
     def close(self) -> None:
+        """Unmap; the descriptor is the caller's to close."""
         if self._view is not None and self._map is not None:
             self._view.release()
             self._map.close()

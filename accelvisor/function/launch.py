@@ -40,6 +40,7 @@ Array = npt.NDArray[Any]
 
 
 def aligned(n: int) -> int:
+    """``n`` bytes rounded up to the alignment of temporaries."""
     return (n + _ALIGN - 1) // _ALIGN * _ALIGN
 
 

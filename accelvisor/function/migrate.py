@@ -157,6 +157,7 @@ class Migration:
         state.u32[s.N_LOGGING] = len(data)
 
     def forget_logging(self) -> None:
+        """Logging is off."""
         self._device.state.u32[s.N_LOGGING] = 0
 
     def _relog(self) -> None:
@@ -206,6 +207,7 @@ class _Reader:
             skip -= len(part)
 
     def read(self, count: int) -> bytes:
+        """At most ``count`` bytes; fewer at the end."""
         out = bytearray()
         while len(out) < count:
             if not len(self._left):

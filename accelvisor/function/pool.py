@@ -44,6 +44,7 @@ class Pool:
 
     @property
     def cores(self) -> int:
+        """Threads that run tiles, the caller's included."""
         return len(self._threads) + 1
 
     def run(
@@ -140,12 +141,14 @@ class _Job:
         self._ahead: set[int] = set()
 
     def take(self) -> int:
+        """The next tile to run."""
         tile = self._next
         self._next += 1
         self.exhausted = self._next >= self.operation.tiles
         return tile
 
     def finished(self, tile: int) -> None:
+        """A tile is done: move the mark of the first that is not."""
         self._ahead.add(tile)
         while self.low in self._ahead:
             self._ahead.discard(self.low)

@@ -48,6 +48,7 @@ class Spec:
         return uuid_module.UUID(self.uuid).bytes
 
     def to_json(self) -> str:
+        """What :func:`load` reads."""
         return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
 
 

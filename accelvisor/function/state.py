@@ -157,22 +157,27 @@ N_LOGGING_BYTES = _PAGE - 1024
 
 
 def queue_word(queue: int) -> int:
+    """First 32-bit word of a queue's record."""
     return (QUEUES_AT + queue * QUEUE_BYTES) // 4
 
 
 def cursor_word(queue: int) -> int:
+    """First 32-bit word of a queue's cursor."""
     return (CURSORS_AT + queue * CURSOR_BYTES) // 4
 
 
 def context_at(context: int) -> int:
+    """First byte of a context's record."""
     return CONTEXTS_AT + context * CONTEXT_BYTES
 
 
 def object_at(slot: int) -> int:
+    """First byte of an object's record."""
     return OBJECTS_AT + slot * OBJECT_BYTES
 
 
 def bindings_at(queue: int) -> int:
+    """First byte of the bindings of a queue's launch in progress."""
     return BINDINGS_AT + queue * SLOTS * BINDING_BYTES
 
 

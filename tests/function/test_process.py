@@ -410,6 +410,18 @@ def test_a_stopped_worker_does_not_stop_the_holder(process: Process) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
+def test_a_worker_has_no_privilege_left(process: Process) -> None:
+    pid = process.control("status")["pid"]
+    assert all(process.control("status")["sandbox"].values())
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    assert fields["NoNewPrivs"] == "1"
+    for kind in ("CapEff", "CapPrm", "CapInh", "CapAmb"):
+        assert int(fields[kind], 16) == 0, kind
+    limits = Path(f"/proc/{pid}/limits").read_text()
+    assert "Max open files            512" in limits
+
+
 # --- giving up ------------------------------------------------------------------------------------
 
 
