@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from accelvisor.abi import commands as abi
-from accelvisor.abi.dtypes import by_label
-from accelvisor.abi.programs import Operation, Program, encode
+from accelvisor.abi.dtypes import DType, by_label
+from accelvisor.abi.programs import Operation, Program, Role, Slot, encode
 from accelvisor.abi.registers import (
     CQ_HEAD,
     CQ_TAIL,
@@ -471,3 +471,9 @@ def operation(name: str, *operands: int, **attributes: float) -> Operation:
     return Operation(
         instruction.opcode, operands, tuple(pack(instruction.attributes, attributes, name))
     )
+
+
+def sgd(n: int) -> Program:
+    """One step of SGD in place: argument 0 are weights, argument 1 is the gradient."""
+    slots = (Slot(DType.FLOAT32, (n,), Role.OUTPUT), Slot(DType.FLOAT32, (n,), Role.INPUT))
+    return Program(slots, (operation("sgd", 0, 1, 0, rate=0.01),))
