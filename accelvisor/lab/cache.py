@@ -17,8 +17,10 @@ from pathlib import Path
 
 from accelvisor.lab.process import ProcessId
 
-# The newest of each kind is in use; one older is kept for whoever works on two branches.
-_KEEP = 2
+# How many of a kind stay. Images are large: one older is kept for whoever works on two branches.
+# The small things are many where several people work at once, and must not go while one installs.
+_KEEP = {"base": 2, "host": 2, "guest": 2}
+_KEEP_SMALL = 16
 
 
 def root() -> Path:
@@ -101,8 +103,9 @@ def _sweep(kind: str) -> None:
 
 def _prune(kind: str) -> None:
     """Keep the newest few of a kind, and every one that a living laboratory still uses."""
+    keep = _KEEP.get(kind, _KEEP_SMALL)
     things = [path for path in root().glob(f"{kind}-*") if _is_thing(path, kind)]
-    for path in sorted(things, key=lambda path: path.stat().st_mtime, reverse=True)[_KEEP:]:
+    for path in sorted(things, key=lambda path: path.stat().st_mtime, reverse=True)[keep:]:
         if not in_use(path):
             shutil.rmtree(path, ignore_errors=True)
 
