@@ -22,6 +22,7 @@ from accelvisor.errors import (
     ProtocolError,
     SystemFailure,
 )
+from accelvisor.guest.errors import DeviceInTransition
 from accelvisor.guest.pinned import PinnedMemory
 from accelvisor.guest.transport import DmaBuffer
 
@@ -61,6 +62,7 @@ class SysfsTransport:
         self._views: list[memoryview] = []
         directory = root / bdf
         try:
+            await_config(directory, sleep=sleep)
             _enable(directory)
             registers = self._map(directory / f"resource{BAR_REGISTERS}")
             window = self._map(directory / f"resource{BAR_WINDOW}")
@@ -129,15 +131,46 @@ class SysfsTransport:
         return view
 
 
-def _enable(directory: Path) -> None:
-    """Let the device answer memory accesses and do DMA."""
+def await_config(
+    directory: Path,
+    *,
+    deadline_s: float = 10.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until the device's configuration space reads as a device's.
+
+    While its function is replaced or moved it may read as all-ones or zeros, and the kernel would
+    refuse to enable it with no better word than EINVAL.
+
+    Raises:
+        DeviceInTransition: not within ``deadline_s`` seconds.
+        NotFoundError: there is no such device.
+    """
     if not directory.is_dir():
         raise NotFoundError(
             f"there is no PCI device {directory.name}",
             code="device-not-found",
-            where="sysfs",
+            where="pci",
             hint="accelguest info lists the functions of this VM",
         )
+    end = clock() + deadline_s
+    while True:
+        with (directory / "config").open("rb") as file:
+            identity = file.read(4)
+        if identity not in (b"\xff\xff\xff\xff", bytes(4)):
+            return
+        if clock() >= end:
+            raise DeviceInTransition(
+                f"{directory.name} has read as absent for {deadline_s:g} s",
+                where="pci:config",
+                hint="did its function give up? the host's accelctl function show tells",
+            )
+        sleep(0.05)
+
+
+def _enable(directory: Path) -> None:
+    """Let the device answer memory accesses and do DMA."""
     driver = directory / "driver"
     if driver.exists():
         raise ConflictError(

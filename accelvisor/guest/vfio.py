@@ -29,7 +29,7 @@ from accelvisor.errors import (
     UnavailableError,
 )
 from accelvisor.guest.staging import Spans
-from accelvisor.guest.sysfs import COMMAND, DEVICES, MEMORY_AND_MASTER
+from accelvisor.guest.sysfs import COMMAND, DEVICES, MEMORY_AND_MASTER, await_config
 
 DRIVERS = Path("/sys/bus/pci")
 VFIO = Path("/dev/vfio")
@@ -134,6 +134,7 @@ class VfioTransport:
         self._views: list[memoryview] = []
         self._event = -1
         try:
+            await_config(root / bdf)
             group = group_of(root / bdf)
             bind(root / bdf)
             self._container = self._open(vfio / "vfio")

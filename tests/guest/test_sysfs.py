@@ -9,7 +9,8 @@ import pytest
 
 from accelvisor.abi.registers import BAR0_BYTES
 from accelvisor.errors import ConflictError, NotFoundError, ProtocolError, SystemFailure
-from accelvisor.guest.sysfs import COMMAND, SysfsTransport
+from accelvisor.guest.errors import DeviceInTransition
+from accelvisor.guest.sysfs import COMMAND, SysfsTransport, await_config
 
 from .pci_tree import add_device
 
@@ -68,6 +69,27 @@ def test_closing_twice_and_with_a_view_in_use(tmp_path: Path) -> None:
     transport.close()
     part[0] = 1  # the mapping lives as long as somebody looks at it
     part.release()
+
+
+@pytest.mark.parametrize("absent", [b"\xff" * 4, bytes(4)])
+def test_a_device_that_is_away_is_waited_for_then_named(tmp_path: Path, absent: bytes) -> None:
+    directory = add_device(tmp_path / "devices")
+    config = (directory / "config").read_bytes()
+    (directory / "config").write_bytes(absent + config[4:])
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    with pytest.raises(DeviceInTransition):
+        await_config(directory, clock=lambda: now, sleep=sleep)
+    assert 10 <= now < 11
+
+    def come_back(seconds: float) -> None:
+        (directory / "config").write_bytes(config)
+
+    SysfsTransport(BDF, root=tmp_path / "devices", sleep=come_back).close()
 
 
 def test_a_missing_device_is_named(tmp_path: Path) -> None:
