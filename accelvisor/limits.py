@@ -59,6 +59,8 @@ class Limits:
     admin_message_bytes: int = MIB
     admin_depth: int = 32
     admin_clients: int = 64
+    # Of one user that may not do everything: others get in even if that one holds all it can.
+    admin_clients_per_uid: int = 16
     # A client that does not read gets at most this much buffered, then it is dropped.
     admin_backlog_bytes: int = 256 * KIB
     # Seconds that a client may leave a full backlog unread before it is dropped.

@@ -15,6 +15,8 @@ from accelvisor.errors import AccelvisorError, UsageError
 
 #: Seconds on top of a verb's own deadline before the daemon is called stuck.
 MARGIN_S = 15.0
+#: For verbs that wait for processes or guests with deadlines of their own.
+LONG_S = 120.0
 
 
 class Session:
@@ -70,7 +72,11 @@ def profiles(session: Session) -> int:
 def function_create(session: Session) -> int:
     options = session.options
     reply = session.call(
-        "CreateFunction", profile=options.profile, name=options.name, card=options.card
+        "CreateFunction",
+        reply_s=LONG_S,
+        profile=options.profile,
+        name=options.name,
+        card=options.card,
     )
     session.show(reply, lambda: render.function(reply["function"]))
     return 0
@@ -90,7 +96,12 @@ def function_show(session: Session) -> int:
 
 def function_delete(session: Session) -> int:
     options = session.options
-    reply = session.call("DeleteFunction", function=options.function, force=options.force or None)
+    reply = session.call(
+        "DeleteFunction",
+        reply_s=LONG_S,
+        function=options.function,
+        force=options.force or None,
+    )
     session.show(reply, lambda: f"function {options.function} is deleted")
     return 0
 
@@ -124,6 +135,7 @@ def attach(session: Session) -> int:
         raise UsageError("attach needs a VM", hint="accelctl attach FUNCTION VM", where="accelctl")
     reply = session.call(
         "AttachFunction",
+        reply_s=LONG_S,
         domain=options.domain,
         function=options.function,
         live=options.live,
@@ -250,7 +262,7 @@ def _read(path: str) -> str:
 
 
 def vm_start(session: Session) -> int:
-    return _vm(session, "StartDomain", reply_s=120.0)
+    return _vm(session, "StartDomain", reply_s=LONG_S)
 
 
 def vm_stop(session: Session) -> int:
@@ -287,8 +299,9 @@ def vm_undefine(session: Session) -> int:
 def vm_console(session: Session) -> int:
     """A console needs a terminal of its own, so the command for it is printed."""
     reply = session.call("GetDomain", domain=session.options.domain)
+    uri = session.call("GetHost")["host"]["libvirt_uri"]
     name = reply["domain"]["name"]
-    session.show(reply, lambda: f"virsh --connect qemu:///system console {name}    (leave: Ctrl+])")
+    session.show(reply, lambda: f"virsh --connect {uri} console {name}    (leave: Ctrl+])")
     return 0
 
 

@@ -51,10 +51,15 @@ def table(rows: Sequence[Mapping[str, str]], empty: str) -> str:
 
 
 def fields(pairs: Iterable[tuple[str, str]]) -> str:
-    """One object: names to the left, values aligned."""
+    """One object: names to the left, values aligned, further lines of a value below its first."""
     shown = list(pairs)
     width = max(len(name) for name, _ in shown) + 2
-    return "\n".join(f"{name + ':':<{width}}{value}".rstrip() for name, value in shown)
+    lines = (
+        f"{name + ':' if number == 0 else '':<{width}}{line}".rstrip()
+        for name, value in shown
+        for number, line in enumerate(value.split("\n"))
+    )
+    return "\n".join(lines)
 
 
 def named(function: Mapping[str, Any]) -> str:
@@ -125,7 +130,7 @@ def card(item: Mapping[str, Any]) -> str:
             ("chips", f"{item['chips']} with {item['cores_per_chip']} cores each"),
             ("cores free", f"{item['cores_free']} of {item['cores']} ({free})"),
             ("memory free", f"{size(item['memory_free'])} of {size(item['memory_bytes'])}"),
-            ("functions", ", ".join(item["functions"]) or "-"),
+            ("functions", "\n".join(item["functions"]) or "-"),
         ]
     )
 

@@ -82,6 +82,23 @@ class AdminServer:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_server(lambda: _Client(self), sock=sock)
 
+    def too_many(self, peer: admin.Peer) -> UnavailableError | None:
+        """Why there is no room for one more client of this peer; None when there is."""
+        limits = self.limits
+        same = sum(client.peer.uid == peer.uid for client in self.clients)
+        if len(self.clients) >= limits.admin_clients:
+            which = f"all {limits.admin_clients} connections"
+        elif same >= limits.admin_clients_per_uid and peer.uid not in self.dispatcher.policy.uids:
+            which = f"all {same} connections that uid {peer.uid} may have"
+        else:
+            return None
+        return UnavailableError(
+            f"{which} are in use",
+            code="too-many-clients",
+            where="admin",
+            hint="close some, or try again in a moment",
+        )
+
     async def stop(self) -> None:
         """Stop accepting and drop all clients; idempotent."""
         if self._server is not None:
@@ -108,6 +125,7 @@ class _Client(asyncio.Protocol):
         self._writable.set()
         self._ended = False
         self._answering: Call | None = None
+        self.peer = admin.Peer(-1, ())
         self.task: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -116,25 +134,19 @@ class _Client(asyncio.Protocol):
         self._transport = transport
         limits = self._server.limits
         transport.set_write_buffer_limits(high=limits.admin_backlog_bytes)
-        if len(self._server.clients) >= limits.admin_clients:
-            busy = UnavailableError(
-                f"all {limits.admin_clients} connections are in use",
-                code="too-many-clients",
-                where="admin",
-                hint="close some, or try again in a moment",
-            )
-            self._send(Reply(dict(busy.to_dict()), admin.error_name(busy)))
-            transport.close()
-            return
-        sock = transport.get_extra_info("socket")
         try:
-            peer = self._server.identify(sock)
+            self.peer = self._server.identify(transport.get_extra_info("socket"))
         except OSError as error:
             LOG.warning("no credentials for a client: %s", error)
             transport.abort()
             return
+        busy = self._server.too_many(self.peer)
+        if busy is not None:
+            self._send(Reply(dict(busy.to_dict()), admin.error_name(busy)))
+            transport.close()
+            return
         self._server.clients.add(self)
-        self.task = asyncio.get_running_loop().create_task(self._serve(peer))
+        self.task = asyncio.get_running_loop().create_task(self._serve(self.peer))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._ended = True

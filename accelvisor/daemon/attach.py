@@ -67,7 +67,9 @@ async def detach(
                 hint="accelctl function show says who has it",
             )
         request = _request(functions, target, uuid, bool(live), bool(persistent))
-        done = await links.call(lambda port: port.detach(request, deadline_s=deadline_s))
+        done = await links.call(
+            lambda port: port.detach(request, deadline_s=deadline_s), patient=True
+        )
     await links.look()
     return done
 

@@ -128,9 +128,7 @@ class Daemon:
         self._functions = Functions(registry, world, setup.config)
         self._keeper = Keeper(self._functions, _boot_id())
         undo.push_async_callback(self._keeper.stop)
-        setup.notifier.extend_timeout(EXTEND_S)
-        setup.notifier.status("recovering functions")
-        repairs = await self._keeper.recover()
+        repairs = await self._keeper.recover(self._progress)
         LOG.info("%d functions, supervised by %s", len(repairs), supervisor.name)
         links = DomainsLink(
             setup.config.libvirt.uri, self._keeper.follow, self._record, setup.load_domains
@@ -149,6 +147,7 @@ class Daemon:
             uuid=await registry.host_uuid(lambda: str(uuid.uuid4())),
             boot_id=_boot_id(),
             started=setup.clock(),
+            libvirt_uri=setup.config.libvirt.uri,
         )
         service = AdminService(
             identity,
@@ -164,6 +163,11 @@ class Daemon:
         self._watchdog = asyncio.get_running_loop().create_task(self._keep_alive())
         self._undo.push_async_callback(self._end_watchdog)
         setup.notifier.ready(f"{len(registry.all())} functions")
+
+    def _progress(self, done: int, count: int) -> None:
+        """Each repair may take its time; a hundred of them must not look like a hang."""
+        self._setup.notifier.extend_timeout(EXTEND_S)
+        self._setup.notifier.status(f"recovering functions: {done} of {count}")
 
     def _listener(self, lock: listen.Lock) -> socket.socket:
         setup = self._setup

@@ -21,8 +21,10 @@ LOG = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-#: Verbs that may block at once; stopping a guest can hold one for minutes.
-THREADS = 8
+#: Verbs that may block at once. Those that wait for a guest, for minutes if need be, have threads
+#: of their own: they must not keep the functions from following the other domains.
+THREADS = 4
+PATIENT_THREADS = 16
 
 
 def load(uri: str) -> DomainsPort:
@@ -72,6 +74,7 @@ class DomainsLink:
         self._on_event = on_event
         self._loader = loader
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="domains")
+        self._patient = ThreadPoolExecutor(PATIENT_THREADS, thread_name_prefix="patient")
         self._port: DomainsPort | None = None
         self._loading = asyncio.Lock()
         self._events: asyncio.Queue[DomainEvent] = asyncio.Queue()
@@ -113,16 +116,18 @@ class DomainsLink:
         if self._port is not None:
             await loop.run_in_executor(self._threads, self._port.close)
             self._port = None
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._threads, self._patient):
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    async def call(self, verb: Callable[[DomainsPort], T]) -> T:
-        """Run ``verb(port)`` in a thread.
+    async def call(self, verb: Callable[[DomainsPort], T], *, patient: bool = False) -> T:
+        """Run ``verb(port)`` in a thread; a ``patient`` one waits for a guest.
 
         Raises:
             UnavailableError: ``libvirt-unavailable``; and whatever the verb raises.
         """
         port = await self._get()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, verb, port)
+        pool = self._patient if patient else self._threads
+        return await asyncio.get_running_loop().run_in_executor(pool, verb, port)
 
     async def look(self) -> None:
         """Show all domains to ``on_look``; one look at a time, so that none undoes a newer one."""

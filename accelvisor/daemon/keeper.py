@@ -22,7 +22,7 @@ import asyncio
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from accelvisor.daemon import function_link, processes, reconcile
@@ -53,8 +53,14 @@ class Keeper:
         self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
         functions.on_ready = self.watch
 
-    async def recover(self) -> Sequence[Repair]:
-        """Bring store and machine together after a start; one failure does not stop the others."""
+    async def recover(
+        self, progress: Callable[[int, int], None] = lambda done, count: None
+    ) -> Sequence[Repair]:
+        """Bring store and machine together after a start; one failure does not stop the others.
+
+        Args:
+            progress: told how many of how many repairs are done, before each.
+        """
         new_boot = await self._registry.new_boot(self._boot_id)
         paths = self._functions.world.paths
         running = await self._functions.world.supervisor.list()
@@ -62,7 +68,9 @@ class Keeper:
         repairs = reconcile.at_start(
             self._registry.all(), running, directories, same_boot=not new_boot
         )
-        for repair in repairs:
+        progress(0, len(repairs))
+        for number, repair in enumerate(repairs):
+            progress(number, len(repairs))
             try:
                 await self._repair(repair)
             except AccelvisorError as error:

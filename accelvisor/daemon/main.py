@@ -10,9 +10,10 @@ import signal
 import sys
 import time
 from collections.abc import MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 import accelvisor
 from accelvisor.daemon import config as configuration
@@ -60,12 +61,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return check_config(paths.config, sys.stdout, sys.stderr)
     set_up_logging(sys.stderr)
     try:
-        return asyncio.run(run(paths, os.environ))
+        leave(asyncio.run(run(paths, os.environ)))
     except AccelvisorError as error:
         LOG.error("%s [%s] (%s)", error.message, error.code, error.where)
         if error.hint:
             LOG.error("hint: %s", error.hint)
-        return 2 if isinstance(error, ConfigError) else 1
+        leave(2 if isinstance(error, ConfigError) else 1)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now. A thread that waits in libvirt for a guest would hold a normal exit up
+    for minutes; everything that must be kept is committed by here."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def check_config(path: Path, out: TextIO, err: TextIO) -> int:
@@ -116,6 +125,8 @@ async def run(paths: Paths, environ: MutableMapping[str, str]) -> int:
         reloads.cancel()
     finally:
         await daemon.stop()
+        # asyncio.run() would wait for its own threads too.
+        loop.set_default_executor(ThreadPoolExecutor(1))
     return 0
 
 

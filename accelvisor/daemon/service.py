@@ -34,6 +34,7 @@ class Identity:
     uuid: str
     boot_id: str
     started: float
+    libvirt_uri: str
 
 
 class AdminService:
@@ -70,6 +71,7 @@ class AdminService:
                 "boot_id": self.identity.boot_id,
                 "supervisor": self._functions.world.supervisor.name,
                 "hypervisor": hypervisor,
+                "libvirt_uri": self.identity.libvirt_uri,
                 "cards": len(self._functions.cards),
                 "functions": len(self._registry.all()),
                 "started": self.identity.started,
@@ -222,7 +224,9 @@ class AdminService:
 
     async def stop_domain(self, domain: str, deadline: float | None = None) -> dict[str, Any]:
         seconds = _deadline(deadline, STOP_S)
-        return await self._domain(lambda port: port.shutdown(domain, deadline_s=seconds))
+        return await self._domain(
+            lambda port: port.shutdown(domain, deadline_s=seconds), patient=True
+        )
 
     async def destroy_domain(self, domain: str) -> dict[str, Any]:
         return await self._domain(lambda port: port.destroy(domain))
@@ -272,10 +276,10 @@ class AdminService:
         return {"function": wire.function(item, self._functions.world.paths)}
 
     async def _domain(
-        self, verb: Callable[[DomainsPort], Domain], *, look: bool = True
+        self, verb: Callable[[DomainsPort], Domain], *, look: bool = True, patient: bool = False
     ) -> dict[str, Any]:
         """One verb on one domain; then the functions follow before the caller hears of it."""
-        found = await self._links.call(verb)
+        found = await self._links.call(verb, patient=patient)
         if look:
             await self._links.look()
         return {"domain": wire.domain(found)}

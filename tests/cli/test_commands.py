@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.daemon.harness import Harness
 
 from accelvisor.cli import main as main_module
 from accelvisor.control import admin
 from accelvisor.hypervisor.port import DomainEventKind
+from tests.daemon.harness import Harness
 
 Ctl = Callable[..., Coroutine[Any, Any, tuple[int, str, str]]]
 

@@ -43,3 +43,7 @@ def test_a_tree_of_anything() -> None:
 
 def test_lines_have_no_trailing_blanks() -> None:
     assert render.fields([("a", ""), ("longer", "x")]) == "a:\nlonger: x"
+
+
+def test_further_lines_of_a_value_stay_in_its_column() -> None:
+    assert render.fields([("ab", "x\ny"), ("c", "z")]) == "ab: x\n    y\nc:  z"

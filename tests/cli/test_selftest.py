@@ -7,11 +7,11 @@ import json
 import time
 
 import pytest
-from tests.daemon.harness import Harness
 
 from accelvisor.cli import main as main_module
 from accelvisor.daemon.supervisor import SubprocessSupervisor
 from accelvisor.vfio_user.client import Client
+from tests.daemon.harness import Harness
 
 
 @pytest.fixture

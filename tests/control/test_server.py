@@ -271,6 +271,24 @@ def test_one_client_too_many_hears_so_at_once() -> None:
     run(scenario)
 
 
+def test_one_user_cannot_take_all_connections() -> None:
+    peers = [Peer(77, {5}), Peer(77, {5}), Peer(77, {5}), Peer(78, {5}), Peer(0, {0}), Peer(0, {0})]
+
+    async def scenario() -> None:
+        limits = replace(LIMITS, admin_clients_per_uid=2)
+        policy = Policy(read={5}, uids={0})
+        async with serving(limits, policy, lambda sock: peers.pop(0)) as place:
+            outcomes = []
+            for _ in range(6):
+                reader, writer = await place.raw()
+                writer.write(call("ListFunctions"))
+                outcomes.append((await reply(reader)).get("error", "served").rsplit(".", 1)[-1])
+            served = "served"
+            assert outcomes == [served, served, "Unavailable", served, served, served]
+
+    run(scenario)
+
+
 def test_pipelined_calls_are_answered_in_order() -> None:
     """A11: event taken for a reply. Varlink has no ids: the order is the id."""
 

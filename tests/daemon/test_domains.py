@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -204,6 +205,59 @@ def test_flags_that_make_no_sense(
                 await harness.call("AttachFunction", domain=vm, function="mine", **flags)
             assert caught.value.code == code  # type: ignore[attr-defined]
             assert harness.domains.calls == []
+
+    asyncio.run(scenario())
+
+
+def test_libvirt_that_comes_later_is_looked_at_then(harness: Harness, vm: str) -> None:
+    """Its events were lost meanwhile, so all domains are looked at anew."""
+    listing = harness.domains.list
+
+    def gone() -> Any:
+        raise errors.UnavailableError("gone", code="libvirt-unavailable")
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            made = await harness.create("mine")
+        harness.domains.put(vm, DomainEventKind.DEFINED, persistent_functions=(made["uuid"],))
+        harness.domains.list = gone  # type: ignore[method-assign]
+        async with harness.daemon():
+            assert await harness.state("mine") == "ready"
+            harness.domains.list = listing  # type: ignore[method-assign]
+            harness.domains.put(vm, DomainEventKind.CONNECTED)
+            await harness.until("mine", "attached")
+
+    asyncio.run(scenario())
+
+
+def test_guests_that_take_their_time_do_not_hold_up_the_others(harness: Harness) -> None:
+    """More patient verbs than there are threads for quick ones."""
+    release = threading.Event()
+    for number in range(6):
+        harness.domains.put(f"vm{number}", DomainEventKind.STARTED, state=DomainState.RUNNING)
+    destroy = harness.domains.destroy
+
+    def slow(domain: str, *, deadline_s: float) -> Any:
+        release.wait(20)
+        return destroy(domain)
+
+    harness.domains.shutdown = slow  # type: ignore[method-assign]
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            stops = [
+                asyncio.ensure_future(harness.call("StopDomain", domain=f"vm{number}"))
+                for number in range(6)
+            ]
+            try:
+                async with asyncio.timeout(10):
+                    assert len((await harness.call("ListDomains"))["domains"]) == 6
+                assert not any(stop.done() for stop in stops)
+            finally:
+                release.set()
+            assert [item["domain"]["state"] for item in await asyncio.gather(*stops)] == [
+                "shutoff"
+            ] * 6
 
     asyncio.run(scenario())
 

@@ -62,7 +62,7 @@ def test_creating_is_fast(harness: Harness) -> None:
                 before = time.perf_counter()
                 await harness.create(f"f{number}")
                 times.append(time.perf_counter() - before)
-            assert min(times) < 0.2, times
+            assert min(times) < 0.3, times
 
     asyncio.run(scenario())
 

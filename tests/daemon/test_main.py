@@ -97,6 +97,7 @@ def test_recovery_extends_the_start_timeout(daemon: Daemon) -> None:
     daemon.start()
     first = daemon.manager.recv(4096).decode()
     assert first.startswith("EXTEND_TIMEOUT_USEC=")
+    assert daemon.message("STATUS=") == "STATUS=recovering functions: 0 of 0"
     daemon.message("READY=1")
     daemon.stop()
 
@@ -198,6 +199,21 @@ def test_a_wrong_configuration_stops_the_start(daemon: Daemon) -> None:
     assert done.returncode == 2
     assert 'unknown key "demon" [config-unknown-key]' in done.stderr
     assert 'did you mean "daemon"?' in done.stderr
+
+
+def test_a_thread_that_libvirt_holds_does_not_hold_the_end_up() -> None:
+    script = (
+        "import threading, sys\n"
+        "from accelvisor.daemon.main import leave\n"
+        "threading.Thread(target=threading.Event().wait).start()\n"
+        "print('committed')\n"
+        "leave(3)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, timeout=20, check=False
+    )
+    assert (done.returncode, done.stdout) == (3, b"committed\n")
 
 
 def check(path: Path) -> tuple[int, str, str]:
