@@ -17,8 +17,9 @@ bootstrap: ## prepare this machine and .venv
 demo: bootstrap ## a host, a VM and its accelerator function, shown at work
 	@$(PYTHON) -m accelvisor.lab demo
 
-demo-embedded: bootstrap ## the same without root, QEMU or systemd
-	@$(PYTHON) -m accelvisor.lab.embedded
+demo-embedded: ## the same without root, QEMU or systemd
+	@scripts/bootstrap --embedded
+	@$(PYTHON) -m accelvisor.embedded
 
 lint: bootstrap ## ruff, mypy --strict, import rules
 	@$(PYTHON) -m ruff check .
