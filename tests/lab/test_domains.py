@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelvisor.hypervisor import xml
-from accelvisor.lab import DomainSpec, Guest, LabHost
+from accelvisor.lab import DomainSpec, Guest, LabHost, Laboratory
 from accelvisor.lab.container import GUEST_IMAGES
 from accelvisor.lab.domain import KERNEL_ARGUMENTS
 
@@ -66,11 +66,21 @@ def start(host: LabHost, name: str) -> Guest:
     return guest
 
 
+@pytest.fixture(scope="module")
+def shared(lab: Laboratory) -> Iterator[Guest]:
+    """A domain from options, running for all tests that only plug and unplug."""
+    host, name = lab.hosts[0], "shared"
+    define(host, name)
+    yield start(host, name)
+    for verb in ("destroy", "undefine"):
+        host.virsh(verb, name, check=False)
+
+
 @pytest.fixture
-def running(host: LabHost, domain_name: str) -> Guest:
-    """A domain from options, running, without a function."""
-    define(host, domain_name)
-    return start(host, domain_name)
+def running(shared: Guest, new_function: Callable[..., dict[str, Any]]) -> Guest:
+    """It; the functions of a test are taken from it when they are deleted, which comes first."""
+    assert seen(shared) == []
+    return shared
 
 
 def seen(guest: Guest) -> list[str]:
@@ -152,12 +162,13 @@ def test_a_persistent_function_is_there_after_every_way_to_restart(
             what=f"the guest after {verb}",
         )
         assert seen(guest) == [address]
-        selftest(guest)
+    selftest(guest)
     accelctl(host, "vm", "destroy", domain_name)
     host.wait(lambda: state(host, function["uuid"]) == "attached", deadline_s=10, what="attached")
-    selftest(start(host, domain_name))
+    assert seen(start(host, domain_name)) == [address]
     accelctl(host, "vm", "stop", domain_name)
     accelctl(host, "detach", function["uuid"], domain_name, "--persistent")
+    assert state(host, function["uuid"]) == "ready"
     assert xml.NAMESPACE not in host.virsh("dumpxml", domain_name, "--inactive").stdout
 
 
@@ -176,17 +187,19 @@ def test_a_persistent_function_can_be_unplugged_and_plugged_again(
 
 
 def test_a_killed_qemu_gives_the_function_back(
-    host: LabHost, running: Guest, function: dict[str, Any]
+    host: LabHost, domain_name: str, function: dict[str, Any]
 ) -> None:
-    accelctl(host, "attach", function["uuid"], running.domain, "--live")
-    pid = host.run(["pidof", "qemu-system-x86_64"]).stdout.split()
-    matching = [p for p in pid if running.domain in host.run(["cat", f"/proc/{p}/cmdline"]).stdout]
-    host.run(["kill", "-KILL", *matching])
-    running.wait_state("shut off")
+    define(host, domain_name)
+    accelctl(host, "vm", "start", domain_name)  # its firmware is enough of a guest
+    accelctl(host, "attach", function["uuid"], domain_name, "--live")
+    host.wait(lambda: state(host, function["uuid"]) == "running", deadline_s=10, what="in use")
+    pid = host.run(["cat", f"/run/libvirt/qemu/{domain_name}.pid"]).stdout.strip()
+    host.run(["kill", "-KILL", pid])
+    host.guest(domain_name).wait_state("shut off")
     host.wait(lambda: state(host, function["uuid"]) == "ready", deadline_s=15, what="ready again")
-    other = start(host, running.domain)
-    accelctl(host, "attach", function["uuid"], other.domain, "--live")
-    selftest(other)
+    accelctl(host, "vm", "start", domain_name)
+    accelctl(host, "attach", function["uuid"], domain_name, "--live")
+    accelctl(host, "vm", "destroy", domain_name)
 
 
 def test_behind_an_emulated_iommu_the_guest_drives_it_by_vfio(
