@@ -19,7 +19,8 @@ _UNREACHABLE_CODES = ("daemon-unreachable", "daemon-deadline")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run, explain."""
-    options = parser.build().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    options = parser.build(words[0] if words else None).parse_args(words)
     run_dir = os.environ.get("ACCELVISOR_RUN_DIR") or "/run/accelvisor"
     session = Session(options, options.socket or os.path.join(run_dir, "admin"))
     try:

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelvisor import errors
@@ -124,6 +123,8 @@ def error_name(error: errors.AccelvisorError) -> str:
 @lru_cache(maxsize=1)
 def interface() -> idl.Interface:
     """The parsed ``io.accelvisor.Admin.varlink``. Clients do not need it, nor the parser."""
+    from pathlib import Path
+
     from accelvisor.control import idl
 
     return idl.parse(Path(__file__).with_name(f"{INTERFACE}.varlink").read_text())

@@ -63,6 +63,17 @@ def test_every_command_does_something() -> None:
     assert chosen == set(COMMANDS)
 
 
+def test_a_known_first_word_changes_nothing_but_the_time() -> None:
+    """Its own commands are all there, and the help still names the others."""
+    whole = parser.build()
+    for words, leaf in leaves(whole):
+        partial = parser.build(words[0])
+        same = dict(leaves(partial))[words]
+        assert options(same) == options(leaf)
+    assert parser.build("vm").format_help() == whole.format_help()
+    assert parser.build("--help").format_help() == whole.format_help()
+
+
 def test_every_command_has_help_and_the_common_options() -> None:
     for words, leaf in leaves(parser.build()):
         assert options(leaf) >= COMMON, words
