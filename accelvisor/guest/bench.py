@@ -94,13 +94,16 @@ def _round_trip(fn: Function, budget: float) -> Figure:
 
 def _rate(fn: Function, budget: float) -> Figure:
     queue, depth, count = fn.queue, 32, 2000
+    half = depth // 2
 
     def burst() -> None:
         submit, wait = queue.submit, queue.wait
         flying = deque(submit(_NOP) for _ in range(depth))
-        for _ in range(count - depth):
-            wait(flying.popleft())
-            flying.append(submit(_NOP))
+        for _ in range((count - depth) // half):
+            for _ in range(half):
+                wait(flying.popleft())
+            with queue.batch():
+                flying.extend([submit(_NOP) for _ in range(half)])
         for cookie in flying:
             wait(cookie)
 

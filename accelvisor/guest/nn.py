@@ -236,7 +236,8 @@ def train(
         done = Training(network, [])
         for epoch in range(epochs):
             rows.copy_(order(samples, batch, epoch, seed))
-            launches = [run.launch() for run in runs]
+            with function.queue.batch():
+                launches = [run.launch() for run in runs]
             for launch in launches:
                 launch.result()
             done.cycles += sum(launch.cycles for launch in launches)

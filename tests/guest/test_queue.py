@@ -123,6 +123,38 @@ def test_a_sleeping_device_is_rung_for_each_command(device: FakeDevice) -> None:
     assert device.doorbells == 2
 
 
+def test_a_batch_costs_one_doorbell(device: FakeDevice) -> None:
+    queue = make(device)
+    with queue.batch():
+        cookies = [queue.submit(NOP) for _ in range(10)]
+        assert device.doorbells == 0
+        assert queue.poll() == 0
+    assert device.doorbells == 1
+    assert [queue.wait(c).cookie for c in cookies] == cookies
+
+
+def test_waiting_inside_a_batch_shows_it_to_the_device(device: FakeDevice) -> None:
+    queue = make(device)
+    with queue.batch():
+        cookie = queue.submit(NOP)
+        assert queue.wait(cookie, timeout_s=1).cookie == cookie
+
+
+def test_a_batch_larger_than_the_ring_goes_in_parts(device: FakeDevice) -> None:
+    queue = make(device)
+    with queue.batch():
+        cookies = [queue.submit(NOP) for _ in range(3 * device.entries)]
+    assert [queue.wait(c).cookie for c in cookies] == cookies
+    assert device.doorbells == 3
+
+
+def test_a_failing_batch_still_shows_what_it_has(device: FakeDevice) -> None:
+    queue = make(device)
+    with pytest.raises(ZeroDivisionError), queue.batch():
+        1 // (queue.submit(NOP) - 1)
+    assert queue.wait(1, timeout_s=1).status == 0
+
+
 def test_a_lost_doorbell_is_rung_again(device: FakeDevice) -> None:
     queue = make(device)
     device.lost_doorbells = 1
