@@ -29,9 +29,9 @@ class WaitPolicy:
 
     def spin_for(self, expected_s: float) -> float:
         """How long to spin for a command that will probably take ``expected_s`` seconds."""
-        if expected_s > self.spin_s:
-            return min(2e-5, self.spin_s)
-        return min(2 * expected_s + 2e-5, self.spin_s)
+        # All of it or next to nothing: to give up spinning a little too early costs a sleep, during
+        # which the device falls asleep as well, and then each waits for the other's waking.
+        return self.spin_s if expected_s <= self.spin_s else min(2e-5, self.spin_s)
 
 
 class Waited(Protocol):

@@ -174,7 +174,7 @@ def test_spinning_stops_where_it_does_not_pay_and_comes_back(device: FakeDevice)
     policy = queue.policy
     for _ in range(50):
         queue.call(NOP)
-    assert policy.spin_for(queue._expected_s) > 2e-5  # quick commands are worth spinning for
+    assert policy.spin_for(queue._expected_s) == policy.spin_s  # quick commands are worth spinning for
     device.late_ticks = 30
     for _ in range(30):
         queue.call(NOP)
@@ -182,7 +182,7 @@ def test_spinning_stops_where_it_does_not_pay_and_comes_back(device: FakeDevice)
     device.late_ticks = 0
     for _ in range(50):
         queue.call(NOP)
-    assert policy.spin_for(queue._expected_s) > 2e-5
+    assert policy.spin_for(queue._expected_s) == policy.spin_s
 
 
 def test_an_interrupt_ends_the_sleep(device: FakeDevice) -> None:
