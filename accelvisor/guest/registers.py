@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
-from uuid import UUID
 
 from accelvisor.abi import ABI_MAJOR
 from accelvisor.abi.registers import IN_TRANSITION_32, MAGIC, Reg, Status, WindowLayout
@@ -154,7 +153,7 @@ def _identity(t: Transport) -> Identity:
     version = t.read32(Reg.ABI_VERSION)
     uuid = b"".join(t.read32(Reg.UUID + 4 * i).to_bytes(4, "little") for i in range(4))
     return Identity(
-        uuid=str(UUID(bytes=uuid)),
+        uuid="-".join(uuid[a:b].hex() for a, b in ((0, 4), (4, 6), (6, 8), (8, 10), (10, 16))),
         abi=(version >> 16, version & 0xFFFF),
         features=t.read64(Reg.FEATURES_64),
         queues=t.read32(Reg.QUEUES),

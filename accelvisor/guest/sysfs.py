@@ -23,7 +23,6 @@ from accelvisor.errors import (
     SystemFailure,
 )
 from accelvisor.guest.errors import DeviceInTransition
-from accelvisor.guest.pinned import PinnedMemory
 from accelvisor.guest.transport import DmaBuffer
 
 DEVICES = Path("/sys/bus/pci/devices")
@@ -38,7 +37,7 @@ class SysfsTransport:
     Args:
         bdf: PCI address, e.g. ``0000:00:04.0``.
         root: where the devices' directories are.
-        allocate: makes DMA memory of a size in bytes.
+        allocate: makes DMA memory of a size in bytes; pinned memory when None.
 
     Raises:
         NotFoundError, PermissionDenied, ConflictError, ProtocolError, SystemFailure.
@@ -52,7 +51,7 @@ class SysfsTransport:
         bdf: str,
         *,
         root: Path = DEVICES,
-        allocate: Callable[[int], DmaBuffer] = PinnedMemory,
+        allocate: Callable[[int], DmaBuffer] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.bdf = bdf
@@ -101,6 +100,11 @@ class SysfsTransport:
 
     def allocate_dma(self, nbytes: int) -> DmaBuffer:
         """Pinned memory by guest-physical address; may be scattered."""
+        if self._allocate is None:
+            # Here, because it brings ctypes, which a look at the device does not need.
+            from accelvisor.guest.pinned import PinnedMemory
+
+            self._allocate = PinnedMemory
         return self._allocate(nbytes)
 
     def wait_interrupt(self, timeout_s: float) -> bool:

@@ -174,7 +174,7 @@ def test_spinning_stops_where_it_does_not_pay_and_comes_back(device: FakeDevice)
     policy = queue.policy
     for _ in range(50):
         queue.call(NOP)
-    assert policy.spin_for(queue._expected_s) == policy.spin_s  # quick commands are worth spinning for
+    assert policy.spin_for(queue._expected_s) == policy.spin_s  # worth it for quick commands
     device.late_ticks = 30
     for _ in range(30):
         queue.call(NOP)
