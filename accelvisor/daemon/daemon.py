@@ -115,6 +115,7 @@ class Daemon:
         setup, undo = self._setup, self._undo
         _directory(setup.paths.run, 0o755)
         _directory(setup.paths.functions, 0o755)
+        _directory(setup.paths.specs, 0o750)
         _directory(setup.paths.state, 0o700)
         lock = listen.acquire(setup.paths.lock)
         undo.callback(lock.release)

@@ -8,18 +8,15 @@ end even when the client that asked for it goes away.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import re
-import shutil
 import uuid as uuid_module
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from accelvisor.daemon import function_link, inventory
+from accelvisor.daemon import files, function_link, inventory
 from accelvisor.daemon.config import NAME, Config
 from accelvisor.daemon.inventory import Card, Profile
 from accelvisor.daemon.lifecycle import Event, State, move
@@ -27,7 +24,7 @@ from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.store import Function
 from accelvisor.daemon.supervisor import Supervisor
-from accelvisor.errors import AccelvisorError, NotFoundError, SystemFailure, UsageError
+from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
 from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
@@ -134,8 +131,8 @@ class Functions:
         """What the function process counts."""
         function = self.registry.find(key)
         move(function.state, Event.RESET, function.name)  # refused for those that come or go
-        files = self.world.paths.function(function.uuid)
-        return await function_link.call(files.control_socket, "statistics")
+        paths = self.world.paths.function(function.uuid)
+        return await function_link.call(paths.control_socket, "statistics")
 
     async def start_process(self, function: Function) -> None:
         """Write its files, start its process, wait until it is ready. The caller holds the lock."""
@@ -143,8 +140,8 @@ class Functions:
         self.world.fault("create:written")
         await self.world.supervisor.start(function.uuid)
         self.world.fault("create:started")
-        files = self.world.paths.function(function.uuid)
-        await function_link.wait_ready(files.holder_socket, deadline_s=self.world.ready_s)
+        paths = self.world.paths.function(function.uuid)
+        await function_link.wait_ready(paths.holder_socket, deadline_s=self.world.ready_s)
         self.on_ready(function.uuid)
 
     async def remove(self, function: Function, message: str) -> None:
@@ -158,16 +155,9 @@ class Functions:
         self.world.fault("delete:committed")
 
     def sweep(self, uuid: str) -> None:
-        """Remove a function's directory."""
-        directory = self.world.paths.function(uuid).directory
-        try:
-            shutil.rmtree(directory)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            raise SystemFailure(
-                f"cannot remove it: {error.strerror}", code="sweep", where=str(directory)
-            ) from error
+        """Remove a function's files. What it made so that it cannot be removed stays."""
+        if not files.sweep(self.world.paths.function(uuid)):
+            LOG.warning("function %s left something behind that only a boot removes", uuid)
 
     async def settle(self, deadline_s: float) -> None:
         """Wait for the verbs in flight before the daemon ends; what remains is journaled."""
@@ -242,8 +232,8 @@ class Functions:
             move(function.state, Event.RESET, function.name)
             if function.state is State.FAILED:
                 return await self.revive(function)
-            files = self.world.paths.function(uuid)
-            await function_link.call(files.control_socket, "reset")
+            paths = self.world.paths.function(uuid)
+            await function_link.call(paths.control_socket, "reset")
             await self.registry.record("function-reset", uuid, f"{function.name} was reset")
             return function
 
@@ -259,8 +249,8 @@ class Functions:
         return function
 
     def _write(self, function: Function) -> None:
-        """``spec.json`` (docs/contracts.md, 2), complete or not at all."""
-        files = self.world.paths.function(function.uuid)
+        """The specification (docs/contracts.md, 2), and the function's directory."""
+        paths = self.world.paths.function(function.uuid)
         spec = {
             "uuid": function.uuid,
             "profile": function.profile,
@@ -270,25 +260,12 @@ class Functions:
             "window_bytes": function.window_bytes,
             "queues": function.queues,
             "ring_entries": function.ring_entries,
-            "vfio_socket": str(files.vfio_socket),
-            "holder_socket": str(files.holder_socket),
-            "control_socket": str(files.control_socket),
+            "vfio_socket": str(paths.vfio_socket),
+            "holder_socket": str(paths.holder_socket),
+            "control_socket": str(paths.control_socket),
             "socket_group": self.socket_group,
         }
-        try:
-            files.directory.mkdir(parents=True, exist_ok=True)
-            # A function's unit runs in our group and makes its sockets there; QEMU only passes
-            # through to the one whose path it knows. chmod: a umask takes from mkdir's mode.
-            files.directory.chmod(0o771)
-            staged = files.spec.with_suffix(".new")
-            staged.write_text(json.dumps(spec, indent=2) + "\n")
-            os.replace(staged, files.spec)
-        except OSError as error:
-            raise SystemFailure(
-                f"cannot write the specification: {error.strerror}",
-                code="spec-write",
-                where=str(files.directory),
-            ) from error
+        files.write(paths, spec)
 
     def _profile(self, name: str) -> Profile:
         for profile in self.profiles:

@@ -24,6 +24,7 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from accelvisor.daemon import function_link, processes, reconcile
 from accelvisor.daemon.functions import Functions
@@ -64,7 +65,9 @@ class Keeper:
         new_boot = await self._registry.new_boot(self._boot_id)
         paths = self._functions.world.paths
         running = await self._functions.world.supervisor.list()
-        directories = os.listdir(paths.functions) if paths.functions.is_dir() else []
+        directories = set(os.listdir(paths.functions) if paths.functions.is_dir() else [])
+        if paths.specs.is_dir():
+            directories |= {Path(name).stem for name in os.listdir(paths.specs)}
         repairs = reconcile.at_start(
             self._registry.all(), running, directories, same_boot=not new_boot
         )

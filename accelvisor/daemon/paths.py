@@ -40,19 +40,26 @@ class Paths:
     def database(self) -> Path:
         return self.state / "accelvisor.db"
 
+    @property
+    def specs(self) -> Path:
+        """What the daemon writes for and about functions; they only read it."""
+        return self.run / "spec"
+
     def function(self, uuid: str) -> FunctionPaths:
-        return FunctionPaths(self.functions / uuid)
+        return FunctionPaths(self.functions / uuid, self.specs / f"{uuid}.json")
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionPaths:
-    """Files of one function (docs/contracts.md, 2)."""
+    """Files of one function (docs/contracts.md, 2).
+
+    Attributes:
+        directory: the function's own, writable for it: see :mod:`accelvisor.daemon.files`.
+        spec: its specification, which it can only read.
+    """
 
     directory: Path
-
-    @property
-    def spec(self) -> Path:
-        return self.directory / "spec.json"
+    spec: Path
 
     @property
     def vfio_socket(self) -> Path:
@@ -69,8 +76,8 @@ class FunctionPaths:
     @property
     def process(self) -> Path:
         """The process's own ``/proc/self/stat`` at its start: pid and start time."""
-        return self.directory / "process"
+        return self.spec.with_suffix(".process")
 
     @property
     def log(self) -> Path:
-        return self.directory / "log"
+        return self.spec.with_suffix(".log")

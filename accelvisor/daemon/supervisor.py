@@ -65,10 +65,10 @@ def choose(kind: str, paths: Paths) -> Supervisor:
 
 
 class SubprocessSupervisor:
-    """Detached processes. Their log is the file ``log`` in the function's directory.
+    """Detached processes. Their log is ``UUID.log`` beside the specification.
 
     Args:
-        command: what runs a spec; the path of ``spec.json`` is appended.
+        command: what runs a spec; the path of the specification is appended.
     """
 
     name = "subprocess"
@@ -124,10 +124,11 @@ class SubprocessSupervisor:
 
     async def list(self) -> Sequence[str]:
         try:
-            names = sorted(os.listdir(self._paths.functions))
+            names = sorted(os.listdir(self._paths.specs))
         except FileNotFoundError:
             return []
-        return [name for name in names if self._find(name) is not None]
+        uuids = [Path(name).stem for name in names if name.endswith(".process")]
+        return [uuid for uuid in uuids if self._find(uuid) is not None]
 
     def _find(self, uuid: str) -> processes.Process | None:
         return processes.from_record(self._paths.function(uuid).process)

@@ -248,14 +248,14 @@ class Harness:
     def processes(self) -> set[str]:
         """UUIDs of the fake processes of this harness that run, by looking at the machine."""
         found = set()
-        marker = str(self.paths.functions)
+        marker = str(self.paths.specs)
         for pid in filter(str.isdecimal, os.listdir("/proc")):
             try:
                 command = Path(f"/proc/{pid}/cmdline").read_text()
             except OSError:
                 continue
             if str(FAKE) in command and marker in command:
-                found.add(Path(command.rstrip("\0").rsplit("\0", 1)[-1]).parent.name)
+                found.add(Path(command.rstrip("\0").rsplit("\0", 1)[-1]).stem)
         return found
 
     def clean_up(self) -> None:

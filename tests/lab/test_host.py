@@ -38,8 +38,12 @@ def test_the_packages_are_installed_as_dpkg_does_it(host: LabHost) -> None:
     assert host.run(["dpkg", "--verify", "accelvisor", "accelvisor-guest"]).stdout == ""
     # From the maintainer scripts: sysusers, tmpfiles, units.
     host.run(["id", "accelvisor"])
-    listing = host.run(["stat", "-c", "%A %U %G", "/run/accelvisor/function"]).stdout.split()
-    assert listing == ["drwx--x--x", "accelvisor", "accelvisor"]
+    places = ["/run/accelvisor/function", "/run/accelvisor/spec"]
+    listing = host.run(["stat", "-c", "%A %U %G", *places]).stdout.splitlines()
+    assert listing == [
+        "drwx--s--x accelvisor accelvisor-function",
+        "drwxr-s--- accelvisor accelvisor-function",
+    ]
     enabled = host.run(["systemctl", "is-enabled", "accelvisor.service", "accelvisor.socket"])
     assert enabled.stdout.split() == ["enabled", "enabled"]
 
