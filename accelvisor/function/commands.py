@@ -2,13 +2,14 @@
 first try: a command whose worker died runs again, led by what its cursor remembers.
 
 A handler returns ``(status, value, cycles)``, or a generator of pauses that returns it. It raises
-Refused (nothing was changed), DmaFault (the context stops), or Interrupted (try again later).
+Refused (nothing was changed), or DmaFault or Fault (the context stops). Between two pauses lie
+milliseconds at most, whatever the guest asks for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from accelvisor.abi import commands as abi
 from accelvisor.abi.commands import Opcode, Space, Transfer
@@ -27,17 +28,22 @@ from accelvisor.function.objects import (
     Refused,
     check_shape,
 )
+from accelvisor.function.pauses import Pauses
 from accelvisor.function.query import Queries
 from accelvisor.function.state import State
 from accelvisor.kernels.declare import BYTES_PER_CYCLE, ISSUE_CYCLES
-from accelvisor.limits import LIMITS, MIB
+from accelvisor.limits import KIB, LIMITS, MIB
 
 Result: TypeAlias = tuple[int, int, int]
-Pauses: TypeAlias = Generator[None, None, Result]
-Spans: TypeAlias = Sequence[tuple[int, int]]
+T = TypeVar("T")
 
-#: Bytes that a copy moves between two looks at whether something else wants the engine.
+#: Bytes that a copy moves between two looks at whether something else wants the engine; a segment
+#: of a scatter list counts as so many more, however short it is.
 _COPY_STEP = 4 * MIB
+_SEGMENT_BYTES = 64 * KIB
+#: Segments that are summed up, or checked against the window, between two pauses.
+_PORTION = 4096
+_SEGMENTS = _COPY_STEP // _SEGMENT_BYTES
 _BODY = 8  # operands begin after the header
 _COPY_FLAGS = int(Transfer.SCATTER)
 
@@ -56,6 +62,21 @@ class Where(NamedTuple):
     queue: int
     record: int
     cursor: int
+
+
+class Spans:
+    """A memory operand's (address, bytes) spans, as the guest listed them: 16 bytes a span."""
+
+    def __init__(self, raw: bytearray | bytes) -> None:
+        self._words = memoryview(raw).cast("Q")
+
+    def __len__(self) -> int:
+        return len(self._words) // 2
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        words = self._words
+        for n in range(0, len(words), 2):
+            yield words[n], words[n + 1]
 
 
 class Commands:
@@ -88,7 +109,7 @@ class Commands:
         self._queries = queries
         self._dma = dma
         self._attention = attention
-        self.table: dict[int, Callable[[Where, bytes], Result | Pauses]] = {
+        self.table: dict[int, Callable[[Where, bytes], Result | Pauses[Result]]] = {
             Opcode.CONTEXT_OPEN: self._open,
             Opcode.CONTEXT_CLOSE: self._close,
             Opcode.TENSOR_CREATE: self._create,
@@ -126,18 +147,29 @@ class Commands:
         u32[where.record + s.Q_CONTEXT] = number + 1
         return 0, number, 0
 
-    def _close(self, where: Where, entry: bytes) -> Result:
+    def _close(self, where: Where, entry: bytes) -> Pauses[Result]:
         u32 = self._u32
         if not u32[where.cursor + s.C_INTENT]:
             u32[where.cursor + s.C_INTENT] = self.context(where) + 1
-        self.close_context(where.record, u32[where.cursor + s.C_INTENT] - 1)
+        yield from self.close_context(where.record, u32[where.cursor + s.C_INTENT] - 1)
         return 0, 0, 0
 
-    def close_context(self, record: int, number: int) -> None:
-        """Destroy a context with all its objects; repeatable."""
-        self._objects.destroy_context(number)
+    def close_context(self, record: int, number: int) -> Pauses[None]:
+        """Destroy a context with all its objects, in steps; repeatable."""
+        yield from self._attentively(self._objects.destroy_context(number))
         self._contexts.close(number)
         self._u32[record + s.Q_CONTEXT] = 0
+
+    def _attentively(self, steps: Pauses[T]) -> Pauses[T]:
+        """Pause between steps only when something else wants the engine, or there is a wait."""
+        while True:
+            try:
+                pause = next(steps)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            if pause is not None or self._attention():
+                yield pause
 
     # --- objects ----------------------------------------------------------------------------------
 
@@ -149,7 +181,7 @@ class Commands:
         made = self._objects.create(slot, context, TENSOR, nbytes, nbytes, dtype=kind, shape=shape)
         return 0, made.handle, 0
 
-    def _load(self, where: Where, entry: bytes) -> Result:
+    def _load(self, where: Where, entry: bytes) -> Pauses[Result]:
         context = self.context(where)
         source = abi.parse_memory(entry[_BODY : _BODY + abi.MEMORY.size])
         if source.length > LIMITS.program_bytes:
@@ -157,9 +189,9 @@ class Commands:
                 CommandStatus.LIMIT,
                 f"a program of {source.length} bytes, the limit is {LIMITS.program_bytes}",
             )
-        raw = self._fetch(source)
+        raw = yield from self._fetch(source)
         try:
-            digest, code = self._codes.load(raw)
+            digest, code = yield from self._codes.load(raw)
         except ProgramError as error:
             text = f"{error.where}: {error.message}" if error.where else error.message
             raise Refused(CommandStatus.PROGRAM_INVALID, text) from error
@@ -175,24 +207,24 @@ class Commands:
         self._u32[where.cursor + s.C_INTENT] = slot + 1
         return slot
 
-    def _destroy_tensor(self, where: Where, entry: bytes) -> Result:
+    def _destroy_tensor(self, where: Where, entry: bytes) -> Pauses[Result]:
         return self._destroy(where, entry, TENSOR)
 
-    def _unload(self, where: Where, entry: bytes) -> Result:
+    def _unload(self, where: Where, entry: bytes) -> Pauses[Result]:
         return self._destroy(where, entry, PROGRAM)
 
-    def _destroy(self, where: Where, entry: bytes, kind: int) -> Result:
+    def _destroy(self, where: Where, entry: bytes, kind: int) -> Pauses[Result]:
         word = where.cursor + s.C_INTENT
         context = self.context(where)
         if not self._u32[word]:
             (handle,) = abi.HANDLE.unpack_from(entry, _BODY)
             self._u32[word] = self._objects.get(handle, context, kind).slot + 1
-        self._objects.destroy(self._u32[word] - 1)
+        yield from self._attentively(self._objects.destroy(self._u32[word] - 1))
         return 0, 0, 0
 
     # --- memory operands --------------------------------------------------------------------------
 
-    def _spans(self, m: abi.Memory, write: bool) -> Spans:
+    def _spans(self, m: abi.Memory, write: bool) -> Pauses[Spans]:
         """Resolve a memory operand to checked (address, bytes) spans.
 
         The list is copied out of the guest's memory once; what is checked is what is used.
@@ -201,31 +233,42 @@ class Commands:
             raise Refused(
                 CommandStatus.BAD_DESCRIPTOR, f"space {m.space}, transfer {m.transfer:#x}"
             )
-        spans: Spans = ((m.address, m.length),)
         if m.transfer & Transfer.SCATTER:
-            if not 1 <= m.count <= LIMITS.scatter_segments:
-                raise Refused(
-                    CommandStatus.LIMIT,
-                    f"{m.count} segments, the limit is {LIMITS.scatter_segments}",
-                )
-            raw = bytearray(m.count * abi.SEGMENT.size)
-            self._move(m.space, m.address, memoryview(raw), write=False)
-            spans = list(abi.SEGMENT.iter_unpack(raw))
-            total = sum(count for _, count in spans)
-            if total != m.length:
-                raise Refused(
-                    CommandStatus.BAD_DESCRIPTOR,
-                    f"the segments hold {total} bytes, the operand {m.length}",
-                )
+            spans = yield from self._list(m)
         elif m.count:
             raise Refused(CommandStatus.BAD_DESCRIPTOR, "a segment count without SCATTER")
+        else:
+            spans = Spans(abi.SEGMENT.pack(m.address, m.length))
         if m.space == Space.GUEST:
             # One span that moves in one step is checked by that step.
             if len(spans) > 1 or m.length > _COPY_STEP:
-                self._dma.check(spans, write)
-        else:
-            for address, count in spans:
-                self._check_window(address, count)
+                yield from self._attentively(self._dma.check(spans, write))
+            return spans
+        for n, (address, count) in enumerate(spans):
+            self._check_window(address, count)
+            if n % _PORTION == _PORTION - 1 and self._attention():
+                yield None
+        return spans
+
+    def _list(self, m: abi.Memory) -> Pauses[Spans]:
+        """A scatter list. Its segments together are as long as the operand says."""
+        if not 1 <= m.count <= LIMITS.scatter_segments:
+            raise Refused(
+                CommandStatus.LIMIT, f"{m.count} segments, the limit is {LIMITS.scatter_segments}"
+            )
+        raw = bytearray(m.count * abi.SEGMENT.size)
+        yield from self._move(m.space, m.address, memoryview(raw), write=False)
+        spans = Spans(raw)
+        total = 0
+        for n, (_, count) in enumerate(spans):
+            total += count
+            if n % _PORTION == _PORTION - 1 and self._attention():
+                yield None
+        if total != m.length:
+            raise Refused(
+                CommandStatus.BAD_DESCRIPTOR,
+                f"the segments hold {total} bytes, the operand {m.length}",
+            )
         return spans
 
     def _check_window(self, address: int, count: int) -> None:
@@ -234,13 +277,10 @@ class Commands:
                 CommandStatus.BAD_ADDRESS, f"{count} bytes at {address:#x} leave the staging area"
             )
 
-    def _move(self, space: int, address: int, view: memoryview, *, write: bool) -> None:
+    def _move(self, space: int, address: int, view: memoryview, *, write: bool) -> Pauses[None]:
         """One span between the guest's memory and ``view`` (written to the guest, or filled)."""
         if space == Space.GUEST:
-            if write:
-                self._dma.write(address, view)
-            else:
-                self._dma.read(address, view)
+            yield from (self._dma.write if write else self._dma.read)(address, view)
             return
         self._check_window(address, len(view))
         window = self._window[address : address + len(view)]
@@ -249,24 +289,28 @@ class Commands:
         else:
             copy(view, window)
 
-    def _fetch(self, source: abi.Memory) -> bytes:
+    def _fetch(self, source: abi.Memory) -> Pauses[bytes]:
         """A small memory operand, whole."""
         raw = bytearray(source.length)
         at = 0
-        for address, count in self._spans(source, write=False):
-            self._move(source.space, address, memoryview(raw)[at : at + count], write=False)
+        spans = yield from self._spans(source, write=False)
+        for n, (address, count) in enumerate(spans):
+            part = memoryview(raw)[at : at + count]
+            yield from self._move(source.space, address, part, write=False)
             at += count
+            if n % _SEGMENTS == _SEGMENTS - 1 and self._attention():
+                yield None
         return bytes(raw)
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def _copy_in(self, where: Where, entry: bytes) -> Pauses:
+    def _copy_in(self, where: Where, entry: bytes) -> Pauses[Result]:
         return self._copy(where, entry, write=False)
 
-    def _copy_out(self, where: Where, entry: bytes) -> Pauses:
+    def _copy_out(self, where: Where, entry: bytes) -> Pauses[Result]:
         return self._copy(where, entry, write=True)
 
-    def _copy(self, where: Where, entry: bytes, *, write: bool) -> Pauses:
+    def _copy(self, where: Where, entry: bytes, *, write: bool) -> Pauses[Result]:
         context = self.context(where)
         handle, offset, raw = abi.COPY.unpack_from(entry, _BODY)
         tensor = self._objects.get(handle, context, TENSOR)
@@ -276,37 +320,42 @@ class Commands:
                 CommandStatus.BUFFER_TOO_SMALL,
                 f"{m.length} bytes at {offset}, the tensor has {tensor.nbytes}",
             )
-        spans = self._spans(m, write)
+        spans = yield from self._spans(m, write)
         done_at = (where.cursor + s.C_POSITION64) // 2
         skip = self._u64[done_at]
         device = tensor.address + offset
         view = self._memory.view
+        stride = self._dma.stride if m.space == Space.GUEST else _whole
         passed = 0
         since = 0
         for address, count in spans:
             at = max(0, min(count, skip - passed))
             while at < count:
-                step = min(count - at, _COPY_STEP)
+                step = stride(address + at, min(count - at, _COPY_STEP))
                 part = view[device + passed + at : device + passed + at + step]
-                self._move(m.space, address + at, part, write=write)
+                yield from self._move(m.space, address + at, part, write=write)
                 at += step
-                since += step
-                if since >= _COPY_STEP:
-                    since = 0
+                if at < count:
                     self._u64[done_at] = passed + at
                     if self._attention():
-                        yield
+                        yield None
             passed += count
+            since += count + _SEGMENT_BYTES
+            if since >= _COPY_STEP:
+                since = 0
+                self._u64[done_at] = max(skip, passed)
+                if self._attention():
+                    yield None
         self._state.count("bytes_out" if write else "bytes_in", m.length)
         return 0, m.length, ISSUE_CYCLES + -(-m.length // BYTES_PER_CYCLE)
 
     # --- launch -----------------------------------------------------------------------------------
 
-    def _launch(self, where: Where, entry: bytes) -> Pauses:
+    def _launch(self, where: Where, entry: bytes) -> Pauses[Result]:
         context = self.context(where)
         handle, repeat, count, raw = abi.LAUNCH.unpack_from(entry, _BODY)
         program = self._objects.get(handle, context, PROGRAM)
-        code = self._codes.of(program, self._memory)
+        code = yield from self._codes.of(program, self._memory)
         if not repeat:
             raise Refused(CommandStatus.BAD_DESCRIPTOR, "repeat is 0")
         if count != len(code.arguments):
@@ -314,8 +363,10 @@ class Commands:
                 CommandStatus.BINDING_MISMATCH,
                 f"{count} bindings, the program has {len(code.arguments)} arguments",
             )
-        bindings = self._bindings(where, abi.parse_memory(raw), count)
-        launch = self._launcher.resolve(program, context, bindings)
+        bindings = yield from self._bindings(where, abi.parse_memory(raw), count)
+        launch = yield from self._attentively(
+            self._launcher.resolve(program, context, code, bindings)
+        )
         if launch.scratch:
             self._launcher.place(launch, self._scratch(where, launch.scratch))
         try:
@@ -325,7 +376,7 @@ class Commands:
         self._state.count("launches")
         return 0, 0, (code.cycles * repeat) & 0xFFFF_FFFF_FFFF_FFFF
 
-    def _bindings(self, where: Where, source: abi.Memory, count: int) -> bytes:
+    def _bindings(self, where: Where, source: abi.Memory, count: int) -> Pauses[bytes]:
         """The bindings: fetched once, then kept in the state, the guest may change its own."""
         at = s.bindings_at(where.queue)
         size = count * abi.BINDING.size
@@ -335,7 +386,7 @@ class Commands:
                     CommandStatus.BAD_DESCRIPTOR, f"{source.length} bytes for {count} bindings"
                 )
             if count:
-                self._state.u8[at : at + size] = self._fetch(source)
+                self._state.u8[at : at + size] = yield from self._fetch(source)
             self._u32[where.cursor + s.C_BINDINGS] = count + 1
         return bytes(self._state.u8[at : at + size])
 
@@ -349,12 +400,19 @@ class Commands:
             self._memory.claim(self._u64[address], extent)
         return self._u64[address]
 
-    def release(self, where: Where) -> None:
-        """Give back what a command held beside its objects; repeatable."""
+    def holds(self, where: Where) -> bool:
+        """Whether a command holds anything beside its objects."""
+        return bool(
+            self._u64[(where.cursor + s.C_SCRATCH_BYTES64) // 2]
+            or self._u32[where.cursor + s.C_BINDINGS] > 1
+        )
+
+    def release(self, where: Where) -> Pauses[None]:
+        """Give back what a command held beside its objects, in steps; repeatable."""
         size = (where.cursor + s.C_SCRATCH_BYTES64) // 2
         if self._u64[size]:
             address = self._u64[(where.cursor + s.C_SCRATCH64) // 2]
-            self._memory.scrub(address, self._u64[size])
+            yield from self._attentively(self._memory.scrub(address, self._u64[size]))
             self._memory.release(address, self._u64[size])
             self._u64[size] = 0
         kept = self._u32[where.cursor + s.C_BINDINGS]
@@ -381,12 +439,22 @@ class Commands:
                 return 0, made.handle, 0
             self._u32[word] = 0
             return None
+        if opcode in (Opcode.TENSOR_DESTROY, Opcode.PROGRAM_UNLOAD):
+            # A slot that is free already must not be looked at later: another may have taken it.
+            return None if self._objects.at(intent - 1) is not None else (0, 0, 0)
+        if opcode == Opcode.CONTEXT_CLOSE:
+            if self._contexts.owner(intent - 1) == where.queue:
+                return None
+            if self._contexts.owner(intent - 1) is None:
+                self._contexts.close(intent - 1)
+            self._u32[where.record + s.Q_CONTEXT] = 0
+            return 0, 0, 0
         result = self.table[opcode](where, entry)
         return result if isinstance(result, tuple) else None
 
     # --- query ------------------------------------------------------------------------------------
 
-    def _query(self, where: Where, entry: bytes) -> Result:
+    def _query(self, where: Where, entry: bytes) -> Pauses[Result]:
         what, _, _, raw = abi.QUERY.unpack_from(entry, _BODY)
         number = self._u32[where.record + s.Q_CONTEXT]
         answer = self._queries.answer(what, number - 1 if number else None)
@@ -394,9 +462,16 @@ class Commands:
         if len(answer) > min(target.length, LIMITS.query_bytes):
             return CommandStatus.BUFFER_TOO_SMALL, len(answer), 0
         view = memoryview(answer)
-        for address, count in self._spans(target, write=True):
+        spans = yield from self._spans(target, write=True)
+        for n, (address, count) in enumerate(spans):
             part, view = view[:count], view[count:]
             if part:
-                self._move(target.space, address, part, write=True)
+                yield from self._move(target.space, address, part, write=True)
+            if n % _SEGMENTS == _SEGMENTS - 1 and self._attention():
+                yield None
         return 0, len(answer), 0
 
+
+def _whole(address: int, count: int) -> int:
+    """The stride of memory that needs none."""
+    return count

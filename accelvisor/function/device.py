@@ -74,7 +74,7 @@ class Device:
         self.interrupts = Interrupts(state)
         self.maps = AddressMap(state, descriptors.files)
         self.engine = Engine(state, self._reset_on_engine)
-        self.remote = RemoteDma(self.engine.check, starts * 4099)
+        self.remote = RemoteDma(self.engine.nudge, starts * 4099)
         self.memory = Memory(memory_map, spec.memory_bytes)
         self.objects = Objects(state, self.memory)
         self.contexts = Contexts(state)
@@ -89,8 +89,8 @@ class Device:
             self._dma_lock,
         )
         self.pool = Pool(spec.cores)
-        codes = Codes()
-        launcher = Launcher(state, self.memory, self.objects, codes, self.pool)
+        codes = Codes(self.engine.nudge)
+        launcher = Launcher(state, self.memory, self.objects, self.pool)
         self.queries = Queries(state, spec, self.memory, self.objects, self.contexts)
         self.commands = Commands(
             state, self.window, spec.layout.staging, self.memory, self.objects, self.contexts,
@@ -135,7 +135,7 @@ class Device:
         """Each step may be repeated by another worker; the last makes it done."""
         state, frontend = self.state, self.frontend
         for lane in frontend.lanes:
-            lane.task = None
+            lane.drop()
             state.u32[lane.record] = 0
             state.zero(lane.record * 4, s.QUEUE_BYTES)
             state.zero(lane.cursor * 4, s.CURSOR_BYTES)
@@ -158,7 +158,7 @@ class Device:
         self.memory.forget()
         self.objects.reload()
         for lane in self.frontend.lanes:
-            lane.task = None
+            lane.drop()
             self.commands.reclaim(lane.where)
 
     # --- a client comes and goes ------------------------------------------------------------------

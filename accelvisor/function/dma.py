@@ -21,11 +21,11 @@ import struct
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple, Protocol
 
 from accelvisor.abi.status import CommandStatus
 from accelvisor.function import state as s
+from accelvisor.function.pauses import Pauses
 from accelvisor.function.state import State
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.model import Refusal
@@ -37,7 +37,9 @@ _TOP = 1 << 64
 _RECORD = struct.Struct("<QQQII")  # address, size, offset, flags, descriptor slot + 1
 #: Copies at least this large go through numpy, which lets other threads run meanwhile.
 _LARGE = 64 * 1024
-_PORTION = 1024
+#: Maps that a check walks before it lets go of the lock: a fraction of a millisecond.
+_PORTION = 512
+_NO_FILE = -1
 
 
 class DmaFault(Exception):  # noqa: N818 - a status on its way to the guest, not an error of ours
@@ -51,9 +53,9 @@ class DmaFault(Exception):  # noqa: N818 - a status on its way to the guest, not
 class Remote(Protocol):
     """DMA by message, for maps without a file. Raises DmaFault when the client refuses."""
 
-    def read(self, address: int, count: int) -> bytes: ...
+    def read(self, address: int, count: int) -> Pauses[bytes]: ...
 
-    def write(self, address: int, data: bytes) -> None: ...
+    def write(self, address: int, data: bytes) -> Pauses[None]: ...
 
 
 class Piece(NamedTuple):
@@ -192,6 +194,11 @@ class AddressMap:
         """Whether a map lies in the file of this descriptor slot."""
         return self._used_slots.get(slot, 0) > 0
 
+    def has_file(self, address: int) -> bool:
+        """Whether the map at an address, if there is one, lies in a file."""
+        at = bisect_right(self._starts, address) - 1
+        return at < 0 or self._maps[at][4] != _NO_FILE
+
     def map(self, address: int, size: int, flags: int, offset: int, slot: int) -> None:
         """Add a map. ``slot`` is -1 without a file. The very same map again is taken as a repeat
         (a message handled twice because a worker died).
@@ -276,7 +283,19 @@ class AddressMap:
         Raises:
             DmaFault: BAD_ADDRESS where nothing is mapped, DMA_DENIED where a map lacks ``needed``.
         """
-        out: list[Piece] = []
+        return list(self._walk(address, count, needed))
+
+    def covered(self, address: int, count: int, needed: int, most: int) -> tuple[int, int]:
+        """(bytes, maps) at the start of a range that ``most`` maps cover. Raises as ``pieces``."""
+        done = walked = 0
+        for piece in self._walk(address, count, needed):
+            done += piece.nbytes
+            walked += 1
+            if walked == most:
+                break
+        return done, walked
+
+    def _walk(self, address: int, count: int, needed: int) -> Iterator[Piece]:
         starts, maps = self._starts, self._maps
         if address + count > _TOP:
             raise DmaFault(CommandStatus.BAD_ADDRESS, f"{count} bytes at {address:#x} wrap around")
@@ -294,11 +313,10 @@ class AddressMap:
                     CommandStatus.DMA_DENIED, f"the map at {address:#x} may not be {way}"
                 )
             take = min(count, size - inside)
-            out.append(Piece(address, take, slot, offset + inside))
+            yield Piece(address, take, slot, offset + inside)
             address += take
             count -= take
             at += 1
-        return out
 
 
 class Dma:
@@ -327,52 +345,84 @@ class Dma:
         self._wrote = wrote
         self._lock = lock
 
-    def check(self, spans: Iterable[tuple[int, int]], write: bool) -> None:
-        """Refuse a list of spans as a whole before any byte moves. Raises DmaFault."""
+    def check(self, spans: Iterable[tuple[int, int]], write: bool) -> Pauses[None]:
+        """Refuse a list of spans as a whole before any byte moves. In portions of maps walked: a
+        long list, or one span over many small maps, keeps neither a map nor the engine waiting.
+        Raises DmaFault.
+        """
         self._master()
         needed = WRITABLE if write else READABLE
-        rest = iter(spans)
-        # In portions, so that a long list does not keep a map or unmap waiting.
-        while portion := list(islice(rest, _PORTION)):
-            with self._lock:
-                for address, count in portion:
-                    self._maps.pieces(address, count, needed)
+        budget = _PORTION
+        for address, count in spans:
+            while count:
+                with self._lock:
+                    done, walked = self._maps.covered(address, count, needed, budget)
+                address += done
+                count -= done
+                budget -= walked
+                if not budget:
+                    budget = _PORTION
+                    yield None
 
-    def read(self, address: int, target: memoryview) -> None:
-        """VM RAM -> ``target``. Raises DmaFault."""
+    def stride(self, address: int, count: int) -> int:
+        """How much of a range to move in one step at most: what goes by message goes singly."""
+        chunk = LIMITS.vfio_dma_chunk_bytes
+        if count <= chunk or not self._maps.uses(_NO_FILE):
+            return count
+        with self._lock:
+            return count if self._maps.has_file(address) else chunk
+
+    def read(self, address: int, target: memoryview) -> Pauses[None]:
+        """VM RAM -> ``target``. What lies in files is there without a pause. Raises DmaFault."""
+        if self._read_files(address, target):
+            return
+        chunk = LIMITS.vfio_dma_chunk_bytes
+        for at in range(0, len(target), chunk):
+            part = target[at : at + chunk]
+            if not self._read_files(address + at, part):
+                part[:] = yield from self._remote.read(address + at, len(part))
+
+    def write(self, address: int, source: memoryview) -> Pauses[None]:
+        """``source`` -> VM RAM. What lies in files is there without a pause. Raises DmaFault."""
+        if self._write_files(address, source):
+            return
+        chunk = LIMITS.vfio_dma_chunk_bytes
+        for at in range(0, len(source), chunk):
+            part = source[at : at + chunk]
+            if not self._write_files(address + at, part):
+                # Marked before as well: a write whose command is aborted meanwhile still happens.
+                self._wrote(address + at, len(part))
+                yield from self._remote.write(address + at, bytes(part))
+                self._wrote(address + at, len(part))
+
+    def _read_files(self, address: int, target: memoryview) -> bool:
+        """False when a part of the range has no file."""
         self._master()
         at = 0
         with self._lock:
             pieces = self._maps.pieces(address, len(target), READABLE)
-            if pieces and all(piece.slot >= 0 for piece in pieces):
-                for piece in pieces:
-                    part = target[at : at + piece.nbytes]
-                    self._files[piece.slot].read_into(piece.offset, part)
-                    at += piece.nbytes
-                return
-        chunk = LIMITS.vfio_dma_chunk_bytes
-        for at in range(0, len(target), chunk):
-            part = target[at : at + chunk]
-            part[:] = self._remote.read(address + at, len(part))
+            if any(piece.slot < 0 for piece in pieces):
+                return False
+            for piece in pieces:
+                part = target[at : at + piece.nbytes]
+                self._files[piece.slot].read_into(piece.offset, part)
+                at += piece.nbytes
+        return True
 
-    def write(self, address: int, source: memoryview) -> None:
-        """``source`` -> VM RAM. Raises DmaFault."""
+    def _write_files(self, address: int, source: memoryview) -> bool:
+        """False when a part of the range has no file."""
         self._master()
         at = 0
         with self._lock:
             pieces = self._maps.pieces(address, len(source), WRITABLE)
-            if pieces and all(piece.slot >= 0 for piece in pieces):
-                for piece in pieces:
-                    part = source[at : at + piece.nbytes]
-                    self._files[piece.slot].write_from(piece.offset, part)
-                    self._wrote(piece.address, piece.nbytes)
-                    at += piece.nbytes
-                return
-        chunk = LIMITS.vfio_dma_chunk_bytes
-        for at in range(0, len(source), chunk):
-            part = source[at : at + chunk]
-            self._remote.write(address + at, bytes(part))
-            self._wrote(address + at, len(part))
+            if any(piece.slot < 0 for piece in pieces):
+                return False
+            for piece in pieces:
+                part = source[at : at + piece.nbytes]
+                self._files[piece.slot].write_from(piece.offset, part)
+                self._wrote(piece.address, piece.nbytes)
+                at += piece.nbytes
+        return True
 
     def _master(self) -> None:
         if not self._bus_master():

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from accelvisor.abi.registers import QueueControl, QueueStatus
 from accelvisor.errors import DeadlineError
 from accelvisor.function import state as s
-from accelvisor.function.frontend import Frontend, Interrupted, Lane
+from accelvisor.function.frontend import Frontend, Lane
 from accelvisor.function.pool import lower_priority
 from accelvisor.function.state import State
 
@@ -31,7 +31,11 @@ QUANTUM_S = 0.010
 #: Spinning costs a core that the guest may need, so it stays short and must pay.
 _SPIN_MIN_S = 10e-6
 _SPIN_MAX_S = 200e-6
+#: How often what a command waits for is asked whether it is overdue; it wakes the engine itself.
+_LOOK_S = 0.05
 _NONE = int(QueueStatus.DISABLED)
+_DISABLE = 1  # Q_CLOSING
+_ENABLE = 2
 
 
 class Engine:
@@ -76,12 +80,11 @@ class Engine:
         """Whether the command in progress should pause at this boundary."""
         return self._attend or self._clock() > self._deadline
 
-    def check(self, queue: int | None = None) -> None:
-        """For waits inside a command: raises Interrupted when the engine is wanted elsewhere."""
-        if self._attend:
-            raise Interrupted
-
     # --- asked by other threads -------------------------------------------------------------------
+
+    def nudge(self) -> None:
+        """Something that a command waits for may be there."""
+        self._event.set()
 
     def doorbell(self, queue: int) -> None:
         """A tail moved while NEED_WAKEUP was set."""
@@ -95,9 +98,9 @@ class Engine:
         word = s.queue_word(queue)
         with self._flags:
             if value == QueueControl.DISABLE and self._u32[word] != _NONE:
-                self._u32[word + s.Q_CLOSING] = 1
+                self._u32[word + s.Q_CLOSING] = _DISABLE
             elif value == QueueControl.ENABLE and self._u32[word] == _NONE:
-                self._u32[word + s.Q_CLOSING] = 2
+                self._u32[word + s.Q_CLOSING] = _ENABLE
             else:
                 return
             self._wake()
@@ -123,7 +126,8 @@ class Engine:
             self._u32[s.R_FREEZE] |= bit
             self._wake()
         try:
-            self._wait(lambda: self._parked, timeout_s, "freeze")
+            # Parked since this was asked, not still from before: then requests may be under way.
+            self._wait(lambda: self._parked and not self._attend, timeout_s, "freeze")
         except DeadlineError:
             self.thaw(bit)
             raise
@@ -133,10 +137,6 @@ class Engine:
         with self._flags:
             self._u32[s.R_FREEZE] &= ~bit
             self._wake()
-
-    def settle(self, timeout_s: float) -> None:
-        """Wait until what was asked for so far has been carried out. Raises DeadlineError."""
-        self._wait(lambda: not self._attend, timeout_s, "queue control")
 
     def _wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         with self._settled:
@@ -172,41 +172,66 @@ class Engine:
         u32 = self._u32
         while True:
             self._event.clear()
+            self._parked = False
             self._attend = False
             if self._stopping:
                 return False
             if u32[s.R_RESETTING]:
                 self._reset()
             frozen = u32[s.R_FREEZE]
-            if not frozen & s.FREEZE_MIGRATION:
-                self._control(frontend)
             if not self._attend:
                 with self._settled:
                     self._parked = bool(frozen)
                     self._settled.notify_all()
                 if not frozen:
                     return True
-                self._event.wait()
+                self._park(frontend, bool(frozen & s.FREEZE_MIGRATION))
 
-    def _control(self, frontend: Frontend) -> None:
+    def _park(self, frontend: Frontend, still: bool) -> None:
+        """Stay until something is asked. Queues may be closed meanwhile, unless the state must be
+        ``still``.
+        """
+        while not self._attend:
+            closing = [] if still else self._closing(frontend)
+            if not self._close(frontend, closing):
+                self._event.wait(_LOOK_S if closing else None)
+                self._event.clear()
+
+    def _closing(self, frontend: Frontend) -> list[Lane]:
+        """Start the queues that are to be enabled; those that are being disabled."""
+        closing = []
         for lane in frontend.lanes:
             wanted = self._u32[lane.record + s.Q_CLOSING]
-            if not wanted:
-                continue
-            with self._flags:
-                if wanted == 1:
-                    frontend.disable(lane)
-                elif self._u32[lane.record] == _NONE:
-                    frontend.enable(lane)
-                self._u32[lane.record + s.Q_CLOSING] = 0
+            if wanted == _DISABLE:
+                closing.append(lane)
+            elif wanted:
+                with self._flags:
+                    if self._u32[lane.record] == _NONE:
+                        frontend.enable(lane)
+                    self._u32[lane.record + s.Q_CLOSING] = 0
+        return closing
+
+    def _close(self, frontend: Frontend, closing: list[Lane]) -> bool:
+        """A quantum for each queue that is being disabled. False when all of them wait."""
+        progress = False
+        for lane in list(closing):
+            self._deadline = self._clock() + QUANTUM_S
+            step = frontend.close(lane)
+            if step:
+                with self._flags:  # an ENABLE that follows at once is not overlooked
+                    frontend.disabled(lane)
+                closing.remove(lane)
+            progress |= step is not None
+        return progress
 
     def _serve(self, frontend: Frontend) -> None:
         """Serve lanes until something else wants the thread."""
         clock = self._clock
         u32 = self._u32
-        lanes = [lane for lane in frontend.lanes if u32[lane.record]]
+        closing = self._closing(frontend)
+        lanes = [lane for lane in frontend.lanes if u32[lane.record] and lane not in closing]
         while not self._attend:
-            progress = False
+            progress = self._close(frontend, closing) if closing else False
             for lane in lanes:
                 self._deadline = clock() + QUANTUM_S
                 while frontend.serve(lane):
@@ -214,10 +239,10 @@ class Engine:
                     if self._attend or clock() > self._deadline:
                         break
             if not progress and not self._attend:
-                self._rest(frontend, lanes)
+                self._rest(frontend, lanes, bool(closing))
 
-    def _rest(self, frontend: Frontend, lanes: list[Lane]) -> None:
-        """Spin a little, then sleep until a doorbell or a request."""
+    def _rest(self, frontend: Frontend, lanes: list[Lane], closing: bool) -> None:
+        """Spin a little, then sleep until a doorbell, a request or a reply."""
         clock, pending = self._clock, frontend.pending
         until = clock() + self._spin_s
         while clock() < until:
@@ -233,7 +258,8 @@ class Engine:
         if not self._attend and not any(pending(lane) for lane in lanes):
             self._state.count("sleeps")
             began = clock()
-            self._event.wait()
+            waits = closing or any(lane.blocked is not None for lane in lanes)
+            self._event.wait(_LOOK_S if waits else None)
             # A doorbell that came at once would have been saved by a little more spinning.
             self._spin_s = _SPIN_MAX_S if clock() - began < 2 * _SPIN_MAX_S else _SPIN_MIN_S
         frontend.announce_sleep(lanes, False)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 from accelvisor.abi.commands import COMPLETION, Flag, Opcode
 from accelvisor.abi.registers import (
@@ -35,6 +35,7 @@ from accelvisor.function import state as s
 from accelvisor.function.commands import Commands, Fault, Result, Where
 from accelvisor.function.dma import DmaFault
 from accelvisor.function.objects import Contexts, Refused
+from accelvisor.function.pauses import Pauses, Waiting
 from accelvisor.function.state import State
 
 log = logging.getLogger(__name__)
@@ -48,16 +49,12 @@ _ENABLED = int(QueueStatus.ENABLED)
 _FAULTED = int(QueueStatus.FAULTED)
 
 
-class Interrupted(Exception):  # noqa: N818 - a command put off, not an error
-    """The command stops here and is executed again from its cursor later."""
-
-
 class Lane:
     """Where one queue's words lie, and its command in progress as this worker runs it."""
 
     __slots__ = (
-        "completion", "cq_head", "cq_tail", "cursor", "index", "need_wakeup", "record", "sq_head",
-        "sq_tail", "submission", "task", "where",
+        "blocked", "closing", "completion", "cq_head", "cq_tail", "cursor", "index", "need_wakeup",
+        "record", "release", "sq_head", "sq_tail", "submission", "task", "where",
     )  # fmt: skip
 
     def __init__(self, index: int, layout: WindowLayout) -> None:
@@ -73,7 +70,27 @@ class Lane:
         self.cq_head = (control + CQ_HEAD) // 4
         self.cq_tail = (control + CQ_TAIL) // 4
         self.need_wakeup = (control + NEED_WAKEUP) // 4
-        self.task: Generator[None, None, Result] | None = None
+        self.task: Pauses[Result] | None = None
+        self.release: Pauses[None] | None = None
+        self.closing: Pauses[None] | None = None
+        #: what the task, or the closing, waits for
+        self.blocked: Waiting | None = None
+
+    def drop(self) -> None:
+        """Forget what is in progress; what it has reached is in the state."""
+        for work in (self.task, self.release, self.closing):
+            if work is not None:
+                work.close()
+        self.task = self.release = self.closing = self.blocked = None
+
+    def waits(self) -> bool:
+        """Whether what is in progress waits, and what it waits for is not there yet."""
+        if self.blocked is None:
+            return False
+        if not self.blocked.ready():
+            return True
+        self.blocked = None
+        return False
 
 
 class Frontend:
@@ -109,7 +126,7 @@ class Frontend:
         if status == 0:
             return False
         if u32[lane.cursor + s.C_PHASE]:
-            return True
+            return lane.blocked is None or lane.blocked.ready()
         done = u32[lane.record + s.Q_DONE]
         waiting = self._words[lane.sq_tail] - done & _M32
         if not waiting:
@@ -122,6 +139,8 @@ class Frontend:
         """Do a bounded amount of the lane's work. False when there was none."""
         u32 = self._u32
         if u32[lane.cursor + s.C_PHASE]:
+            if lane.waits():
+                return False
             self._advance(lane)
             return True
         words = self._words
@@ -219,8 +238,6 @@ class Frontend:
             result = self._step(lane, opcode, entry)
             if result is not None:
                 self._finish(lane, *result)
-        except Interrupted:
-            lane.task = None
         except Refused as refusal:
             self._refuse(lane, entry, refusal.status, str(refusal))
         except (DmaFault, Fault) as fault:
@@ -244,7 +261,7 @@ class Frontend:
                 return result
             task = lane.task = result
         try:
-            next(task)
+            lane.blocked = next(task)
         except StopIteration as stop:
             lane.task = None
             finished: Result = stop.value
@@ -293,10 +310,16 @@ class Frontend:
         self._publish(lane)
 
     def _publish(self, lane: Lane) -> None:
+        """Give back what the command held, in steps, then let its completion count."""
         cursor, u32, u64 = lane.cursor, self._u32, self._u64
-        lane.task = None
         # Only now: until the result was decided, the command could have had to run again.
-        self._commands.release(lane.where)
+        lane.task = None
+        if self._commands.holds(lane.where):
+            if lane.release is None:
+                lane.release = self._commands.release(lane.where)
+            for _ in lane.release:
+                return
+            lane.release = None
         head = u32[cursor]
         index = u32[cursor + s.C_INDEX]
         COMPLETION.pack_into(
@@ -329,16 +352,24 @@ class Frontend:
         self._u32[lane.record + s.Q_DONE] = 0
         self._u32[lane.record] = _ENABLED
 
-    def disable(self, lane: Lane) -> None:
-        """Abort the command in progress, close the context, stop the queue; repeatable."""
-        lane.task = None
-        u32, u64 = self._u32, self._u64
-        if u32[lane.cursor + s.C_PHASE]:
-            self._commands.release(lane.where)
+    def disable(self, lane: Lane, asked: Waiting | None = None) -> Pauses[None]:
+        """Abort the command in progress, which waited for ``asked``, and close the context, in
+        steps; repeatable. The queue is off with ``disabled``, not before.
+        """
+        if asked is not None and asked.writes:
+            # Who sees the queue disabled may use its memory anew: nothing is written to it then.
+            while not asked.ready():
+                yield asked
+        if self._u32[lane.cursor + s.C_PHASE]:
+            yield from self._commands.release(lane.where)
             self._idle(lane)
-        number = u32[lane.record + s.Q_CONTEXT]
+        number = self._u32[lane.record + s.Q_CONTEXT]
         if number:
-            self._commands.close_context(lane.record, number - 1)
+            yield from self._commands.close_context(lane.record, number - 1)
+
+    def disabled(self, lane: Lane) -> None:
+        """The queue has nothing left: it is off from here on."""
+        u32, u64 = self._u32, self._u64
         cycles = (lane.record + s.Q_CYCLES64) // 2
         # The clock keeps what the queue did. A crash between the two stores counts it twice; the
         # other order would lose it, and a clock must not run backwards.
@@ -346,6 +377,22 @@ class Frontend:
         u64[cycles] = 0
         u32[lane.record] = int(QueueStatus.DISABLED)
         self._state.zero(lane.record * 4, s.QUEUE_BYTES)
+
+    def close(self, lane: Lane) -> bool | None:
+        """One step of a queue that is being disabled: True when only ``disabled`` is left, None
+        when it waits for something.
+        """
+        if lane.closing is None:
+            asked = lane.blocked
+            lane.drop()
+            lane.closing = self.disable(lane, asked)
+        elif lane.waits():
+            return None
+        for pause in lane.closing:
+            lane.blocked = pause
+            return False
+        lane.closing = None
+        return True
 
     def recover(self) -> None:
         """Take over from a worker that died: finish what must not wait, publish what is decided."""
@@ -362,9 +409,7 @@ class Frontend:
                 result = self._commands.recover(lane.where, opcode, entry)
                 if result is not None:
                     self._finish(lane, *result)
-            elif phase == s.PHASE_RESULT:
-                self._publish(lane)
-            else:
+            elif phase == s.PHASE_IDLE:
                 self._idle(lane)
                 self._move(lane, self._u32[lane.record + s.Q_DONE])
         if enabled and not self._u32[s.R_FREEZE] & s.FREEZE_MIGRATION:

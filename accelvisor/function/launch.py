@@ -12,9 +12,9 @@ then read in its stead, by this worker and by the next. So a tile never reads wh
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,14 +25,24 @@ from accelvisor.abi.programs import Program, Role, decode
 from accelvisor.abi.status import CommandStatus
 from accelvisor.errors import ProgramError
 from accelvisor.function import state as s
+from accelvisor.function.cache import Cache
 from accelvisor.function.objects import TENSOR, Memory, Object, Objects, Refused
-from accelvisor.function.pool import Pool
+from accelvisor.function.pauses import Pauses
+from accelvisor.function.pool import Pool, lower_priority
 from accelvisor.function.state import State
 from accelvisor.kernels import programs as kernels
+from accelvisor.limits import MIB
 
 _ALIGN = 64  # a cache line and the widest vector register: no kernel wants more
-_CACHED_PROGRAMS = 256
-_CACHED_LAUNCHES = 256
+#: Operations and slots (a few hundred bytes each) of cached programs and of cached launches.
+_CACHED_PROGRAMS = 65_536
+_CACHED_LAUNCHES = 32_768
+#: A longer program is validated beside the engine, not in it: that may take a tenth of a second.
+_SHORT_BYTES = 16 * 1024
+#: Operations that are bound between two pauses.
+_PORTION = 64
+#: What a snapshot copies between two looks at whether something else wants the engine.
+_COPY_STEP = 4 * MIB
 #: A tile shorter than this is not worth handing to another core.
 _PARALLEL_S = 60e-6
 
@@ -55,14 +65,52 @@ class Code:
     extent: int
     cycles: int
 
+    @property
+    def weight(self) -> int:
+        """What it counts in a cache."""
+        return len(self.plan) + len(self.program.slots) + 1
+
+
+class _Build:
+    """A program being validated on a thread of its own."""
+
+    writes = False
+
+    def __init__(self, raw: bytes, wake: Callable[[], None]) -> None:
+        self._raw = raw
+        self._wake = wake
+        self._done = False
+        self.code: Code | None = None
+        self.error: BaseException | None = None
+        threading.Thread(target=self._run, name="programs", daemon=True).start()
+
+    def _run(self) -> None:
+        lower_priority()
+        try:
+            self.code = _build(self._raw)
+        except BaseException as error:
+            self.error = error
+        self._done = True
+        self._wake()
+
+    def ready(self) -> bool:
+        """Whether it has ended."""
+        return self._done
+
 
 class Codes:
-    """Validated programs by the SHA-256 of their bytes; rebuilt from device memory on demand."""
+    """Validated programs by the SHA-256 of their bytes; rebuilt from device memory on demand.
 
-    def __init__(self) -> None:
-        self._by_digest: OrderedDict[bytes, Code] = OrderedDict()
+    Args:
+        wake: tells the engine that what a command waited for is there.
+    """
 
-    def load(self, raw: bytes) -> tuple[bytes, Code]:
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self._wake = wake
+        self._by_digest: Cache[bytes, Code] = Cache(_CACHED_PROGRAMS)
+        self._building: _Build | None = None
+
+    def load(self, raw: bytes) -> Pauses[tuple[bytes, Code]]:
         """Digest and code of a program's bytes.
 
         Raises:
@@ -71,20 +119,31 @@ class Codes:
         digest = hashlib.sha256(raw).digest()
         code = self._by_digest.get(digest)
         if code is None:
-            code = self._by_digest[digest] = _build(raw)
-            if len(self._by_digest) > _CACHED_PROGRAMS:
-                self._by_digest.popitem(last=False)
-        else:
-            self._by_digest.move_to_end(digest)
+            code = yield from self._make(raw)
+            self._by_digest.put(digest, code, code.weight)
         return digest, code
 
-    def of(self, found: Object, memory: Memory) -> Code:
+    def of(self, found: Object, memory: Memory) -> Pauses[Code]:
         """Code of a program object."""
         code = self._by_digest.get(found.digest)
         if code is None:
             raw = bytes(memory.view[found.address : found.address + found.nbytes])
-            _, code = self.load(raw)
+            _, code = yield from self.load(raw)
         return code
+
+    def _make(self, raw: bytes) -> Pauses[Code]:
+        if len(raw) <= _SHORT_BYTES:
+            return _build(raw)
+        while self._building is not None and not self._building.ready():
+            yield self._building  # one at a time, also when its command was aborted
+        build = self._building = _Build(raw, self._wake)
+        while not build.ready():
+            yield build
+        if self._building is build:
+            self._building = None
+        if build.code is None:
+            raise build.error or RuntimeError("no program and no error")
+        return build.code
 
 
 def _build(raw: bytes) -> Code:
@@ -132,17 +191,18 @@ class Launcher:
     """Resolves and runs launches. Only the engine's thread calls it."""
 
     def __init__(
-        self, state: State, memory: Memory, objects: Objects, codes: Codes, pool: Pool
+        self, state: State, memory: Memory, objects: Objects, pool: Pool
     ) -> None:
         self._state = state
         self._memory = memory
         self._objects = objects
-        self._codes = codes
         self._pool = pool
-        self._cache: OrderedDict[tuple[int, int, bytes], Launch] = OrderedDict()
+        self._cache: Cache[tuple[int, int, bytes], Launch] = Cache(_CACHED_LAUNCHES)
         self._version = -1
 
-    def resolve(self, program: Object, context: int, bindings: bytes) -> Launch:
+    def resolve(
+        self, program: Object, context: int, code: Code, bindings: bytes
+    ) -> Pauses[Launch]:
         """Check ``bindings`` (packed BINDING records) and build the arrays.
 
         Raises:
@@ -154,13 +214,14 @@ class Launcher:
         key = (context, program.handle, bindings)
         launch = self._cache.get(key)
         if launch is None:
-            launch = self._cache[key] = self._build(program, context, bindings)
-            if len(self._cache) > _CACHED_LAUNCHES:
-                self._cache.popitem(last=False)
+            launch = yield from self._build(program, context, code, bindings)
+            # Only objects of this context are in it, and those stay while its command lasts.
+            self._cache.put(key, launch, code.weight)
         return launch
 
-    def _build(self, program: Object, context: int, bindings: bytes) -> Launch:
-        code = self._codes.of(program, self._memory)
+    def _build(
+        self, program: Object, context: int, code: Code, bindings: bytes
+    ) -> Pauses[Launch]:
         slots = code.program.slots
         addresses = {slot: program.address + at for slot, at in code.temporaries}
         words = np.frombuffer(bindings, "<u8")
@@ -185,7 +246,11 @@ class Launcher:
             if slot.role is Role.INPUT:
                 views[i].flags.writeable = False
         spans = [(addresses[i], addresses[i] + slot.nbytes) for i, slot in enumerate(slots)]
-        steps = [self._step(operation, views, spans) for operation in code.plan]
+        steps: list[Step] = []
+        for operation in code.plan:
+            if len(steps) % _PORTION == _PORTION - 1:
+                yield None
+            steps.append(self._step(operation, views, spans))
         scratch = max((_scratch_bytes(step) for step in steps), default=0)
         return Launch(code, steps, scratch)
 
@@ -223,7 +288,7 @@ class Launcher:
 
     def run(
         self, launch: Launch, cursor: int, repeat: int, attention: Callable[[], bool]
-    ) -> Iterator[None]:
+    ) -> Pauses[None]:
         """Run from the position in the cursor to the end; yields at tile boundaries when
         ``attention`` says that something else wants the engine.
 
@@ -249,8 +314,9 @@ class Launcher:
                     arrays = step.safe
                     key = (turn << 12 | index) + 1
                     if u64[mark] != key:
+                        # Until the mark is there it may be copied again, as often as need be.
                         for p in step.hazards:
-                            np.copyto(arrays[p], step.arrays[p])
+                            yield from _snapshot(arrays[p], step.arrays[p], attention)
                         u64[mark] = key
                         self._state.count("snapshots")
                 while tile < tiles:
@@ -259,21 +325,22 @@ class Launcher:
                     tile += 1
                     u64[at] = base | tile
                     if attention():
-                        yield
+                        yield None
                     elif parallel and tile + 1 < tiles and clock() - began > _PARALLEL_S:
                         tile = self._side_by_side(step, arrays, base, at, tile, attention)
                         if tile < tiles:
-                            yield
+                            yield None
                 self._state.count("tiles", tiles)
                 index += 1
                 tile = 0
-                u64[at] = turn << 32 | index << 20
+                if index < len(steps):  # the last one's successor is the next turn's first
+                    u64[at] = turn << 32 | index << 20
             self._state.count("instructions", len(steps))
             turn += 1
             index = 0
             u64[at] = turn << 32
             if attention():
-                yield
+                yield None
 
     def _side_by_side(
         self,
@@ -290,6 +357,15 @@ class Launcher:
             u64[at] = base | low
 
         return self._pool.run(step.operation, arrays, tile, progress, attention)
+
+
+def _snapshot(target: Array, source: Array, attention: Callable[[], bool]) -> Pauses[None]:
+    """Copy a contiguous array in steps."""
+    into, out = (a.reshape(-1).view(np.uint8) for a in (target, source))
+    for at in range(0, len(out), _COPY_STEP):
+        np.copyto(into[at : at + _COPY_STEP], out[at : at + _COPY_STEP])
+        if attention():
+            yield None
 
 
 def _scratch_bytes(step: Step) -> int:

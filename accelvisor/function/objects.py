@@ -24,6 +24,7 @@ from accelvisor.abi.dtypes import DType
 from accelvisor.abi.registers import PAGE
 from accelvisor.abi.status import CommandStatus
 from accelvisor.function import state as s
+from accelvisor.function.pauses import Pauses, finish
 from accelvisor.function.state import State
 from accelvisor.limits import LIMITS
 
@@ -34,7 +35,8 @@ PROGRAM = 2
 RECORD = struct.Struct("<IIIBBH8IQQQ32s")
 #: Below this a scrub writes zeros; above, giving the pages back is cheaper.
 _PUNCH_BYTES = 256 * 1024
-_PUNCH_STEP = 16 * 1024 * 1024
+#: What is given back in one step: a millisecond or two, in which the interpreter is kept.
+_PUNCH_STEP = 2 * 1024 * 1024
 _ZERO_PAGE = bytes(PAGE)
 
 
@@ -113,12 +115,14 @@ class Memory:
             del self._live[bisect_left(self._live, (address, extent))]
             self._used -= extent
 
-    def scrub(self, address: int, extent: int) -> None:
-        """Zero an extent; repeatable."""
+    def scrub(self, address: int, extent: int) -> Pauses[None]:
+        """Zero an extent, in steps; repeatable, and quick over what was scrubbed before."""
         if extent < _PUNCH_BYTES:
             self.view[address : address + extent] = bytes(extent)
-        else:
-            self._punch(address, extent)
+            return
+        for at in range(address, address + extent, _PUNCH_STEP):
+            self.map.madvise(mmap.MADV_REMOVE, at, min(_PUNCH_STEP, address + extent - at))
+            yield None
 
     def extents(self) -> list[tuple[int, int]]:
         """Live (address, bytes), sorted."""
@@ -131,16 +135,8 @@ class Memory:
 
     def scrub_all(self) -> None:
         """Zero everything, and forget every extent."""
-        self._punch(0, self.nbytes)
+        finish(self.scrub(0, self.nbytes))
         self.forget()
-
-    def _punch(self, address: int, extent: int) -> None:
-        """Give pages back. In steps, since the call keeps the interpreter and registers must be
-        answered meanwhile.
-        """
-        for at in range(address, address + extent, _PUNCH_STEP):
-            step = min(_PUNCH_STEP, address + extent - at)
-            self.map.madvise(mmap.MADV_REMOVE, at, step)
 
 
 def pages(nbytes: int) -> int:
@@ -260,22 +256,25 @@ class Objects:
         self._memory.claim(made.address, made.extent)
         return made
 
-    def destroy(self, slot: int) -> None:
-        """Scrub and release; a slot that is free already is left alone."""
+    def destroy(self, slot: int) -> Pauses[None]:
+        """Scrub in steps, then release; a slot that is free already is left alone. The caller sees
+        to it that nobody uses the object meanwhile.
+        """
         gone = self._live.get(slot)
         if gone is None:
             return
-        self._memory.scrub(gone.address, gone.extent)
+        yield from self._memory.scrub(gone.address, gone.extent)
         self._clear(slot, gone.generation + 1)
         self._memory.release(gone.address, gone.extent)
         self.version += 1
         del self._live[slot]
         heapq.heappush(self._free, slot)
 
-    def destroy_context(self, context: int) -> None:
-        """Destroy everything of a context."""
+    def destroy_context(self, context: int) -> Pauses[None]:
+        """Destroy everything of a context, in steps."""
         for found in self.of(context):
-            self.destroy(found.slot)
+            yield from self.destroy(found.slot)
+            yield None
 
     def destroy_all(self) -> None:
         """Everything, at a reset: one scrub of the whole memory instead of one for each object."""
@@ -290,7 +289,7 @@ class Objects:
         """Clear a record that is not live, and the memory that it names."""
         if slot not in self._live:
             half = self._load(slot)
-            self._memory.scrub(half.address, half.extent)
+            finish(self._memory.scrub(half.address, half.extent))
             self._clear(slot, half.generation)
 
     def _clear(self, slot: int, generation: int) -> None:
@@ -365,6 +364,11 @@ class Contexts:
         at = s.context_at(context)
         self._state.u32[at // 4] = 0
         self._state.zero(at, s.CONTEXT_BYTES)
+
+    def owner(self, context: int) -> int | None:
+        """The queue that opened a context; None when it is free."""
+        queue = self._state.u32[s.context_at(context) // 4]
+        return queue - 1 if queue else None
 
     def identity(self, context: int) -> tuple[int, str]:
         """(pid, process name) as the guest gave them."""

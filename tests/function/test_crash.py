@@ -24,6 +24,7 @@ from accelvisor.abi.registers import COMMAND_BYTES, CQ_TAIL, SQ_HEAD, SQ_TAIL
 from accelvisor.function import state as s
 from accelvisor.function.descriptors import Descriptors
 from accelvisor.function.device import Device
+from accelvisor.function.pauses import finish
 from accelvisor.function.state import STATE_BYTES, State
 from accelvisor.limits import MIB
 from tests.function.harness import Path, make_spec, memfd, operation
@@ -106,8 +107,8 @@ class Machine:
             if state.u32[s.R_RESETTING]:
                 device._reset_on_engine()
             elif what == "disable" and state.u32[lane.record + s.Q_CLOSING] == 1:
-                device.frontend.disable(lane)
-                state.u32[lane.record + s.Q_CLOSING] = 0
+                finish(device.frontend.disable(lane))
+                device.frontend.disabled(lane)
             return life.left
         finally:
             for fd in device.descriptors.fds.values():

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from accelvisor.abi.status import CommandStatus
 from accelvisor.function.dma import READABLE, WRITABLE, AddressMap, Dma, DmaFault, File
+from accelvisor.function.pauses import Pauses, finish
 from accelvisor.function.state import STATE_BYTES, State
 from accelvisor.vfio_user.model import Refusal
 from tests.function.harness import memfd
@@ -26,12 +27,14 @@ class NoRemote:
     def __init__(self) -> None:
         self.asked: list[tuple[str, int, int]] = []
 
-    def read(self, address: int, count: int) -> bytes:
+    def read(self, address: int, count: int) -> Pauses[bytes]:
         self.asked.append(("read", address, count))
+        yield None
         return bytes([address >> 12 & 0xFF]) * count
 
-    def write(self, address: int, data: bytes) -> None:
+    def write(self, address: int, data: bytes) -> Pauses[None]:
         self.asked.append(("write", address, len(data)))
+        yield None
 
 
 class Bench:
@@ -74,11 +77,11 @@ def test_bytes_go_to_their_place_across_maps(bench: Bench, sealed: bool) -> None
     bench.maps.map(0x1000, PAGE, 3, 2 * PAGE, 0)
     bench.maps.map(0x2000, PAGE, 3, 0, 0)
     data = os.urandom(2 * PAGE - 10)
-    bench.dma.write(0x1005, memoryview(data))
+    finish(bench.dma.write(0x1005, memoryview(data)))
     assert os.pread(fd, PAGE - 5, 2 * PAGE + 5) == data[: PAGE - 5]
     assert os.pread(fd, PAGE - 5, 0) == data[PAGE - 5 :]
     back = bytearray(len(data))
-    bench.dma.read(0x1005, memoryview(back))
+    finish(bench.dma.read(0x1005, memoryview(back)))
     assert back == data
     assert bench.dirty == [(0x1005, PAGE - 5), (0x2000, PAGE - 5)]
 
@@ -88,11 +91,11 @@ def test_unmapped_gap_and_wrap_are_faults(bench: Bench) -> None:
     bench.maps.map(0x1000, PAGE, 3, 0, 0)
     bench.maps.map(0x3000, PAGE, 3, PAGE, 0)
     room = memoryview(bytearray(3 * PAGE))
-    assert bench.fails(lambda: bench.dma.read(0, room[:1])) is CommandStatus.BAD_ADDRESS
-    assert bench.fails(lambda: bench.dma.read(0x1800, room)) is CommandStatus.BAD_ADDRESS
-    assert bench.fails(lambda: bench.dma.read(0x1FFF, room[:2])) is CommandStatus.BAD_ADDRESS
+    assert bench.fails(lambda: finish(bench.dma.read(0, room[:1]))) is CommandStatus.BAD_ADDRESS
+    assert bench.fails(lambda: finish(bench.dma.read(0x1800, room))) is CommandStatus.BAD_ADDRESS
+    assert bench.fails(lambda: finish(bench.dma.read(0x1FFF, room[:2]))) is CommandStatus.BAD_ADDRESS
     top = (1 << 64) - 1
-    assert bench.fails(lambda: bench.dma.read(top, room[:2])) is CommandStatus.BAD_ADDRESS
+    assert bench.fails(lambda: finish(bench.dma.read(top, room[:2]))) is CommandStatus.BAD_ADDRESS
 
 
 def test_direction_is_enforced(bench: Bench) -> None:
@@ -100,10 +103,10 @@ def test_direction_is_enforced(bench: Bench) -> None:
     bench.maps.map(0x1000, PAGE, READABLE, 0, 0)
     bench.maps.map(0x2000, PAGE, WRITABLE, PAGE, 0)
     room = memoryview(bytearray(8))
-    bench.dma.read(0x1000, room)
-    bench.dma.write(0x2000, room)
-    assert bench.fails(lambda: bench.dma.write(0x1000, room)) is CommandStatus.DMA_DENIED
-    assert bench.fails(lambda: bench.dma.read(0x2000, room)) is CommandStatus.DMA_DENIED
+    finish(bench.dma.read(0x1000, room))
+    finish(bench.dma.write(0x2000, room))
+    assert bench.fails(lambda: finish(bench.dma.write(0x1000, room))) is CommandStatus.DMA_DENIED
+    assert bench.fails(lambda: finish(bench.dma.read(0x2000, room))) is CommandStatus.DMA_DENIED
 
 
 def test_nothing_moves_with_bus_master_off(bench: Bench) -> None:
@@ -111,8 +114,8 @@ def test_nothing_moves_with_bus_master_off(bench: Bench) -> None:
     bench.maps.map(0x1000, PAGE, 3, 0, 0)
     bench.master = False
     room = memoryview(bytearray(8))
-    assert bench.fails(lambda: bench.dma.read(0x1000, room)) is CommandStatus.BUS_MASTER_OFF
-    assert bench.fails(lambda: bench.dma.check([], True)) is CommandStatus.BUS_MASTER_OFF
+    assert bench.fails(lambda: finish(bench.dma.read(0x1000, room))) is CommandStatus.BUS_MASTER_OFF
+    assert bench.fails(lambda: finish(bench.dma.check([], True))) is CommandStatus.BUS_MASTER_OFF
 
 
 def test_an_unmapped_range_is_gone_at_once(bench: Bench) -> None:
@@ -120,7 +123,7 @@ def test_an_unmapped_range_is_gone_at_once(bench: Bench) -> None:
     bench.maps.map(0x1000, PAGE, 3, 0, 0)
     assert bench.maps.unmap(0x1000, PAGE) == [(0x1000, PAGE)]
     room = memoryview(bytearray(8))
-    assert bench.fails(lambda: bench.dma.read(0x1000, room)) is CommandStatus.BAD_ADDRESS
+    assert bench.fails(lambda: finish(bench.dma.read(0x1000, room))) is CommandStatus.BAD_ADDRESS
     assert not bench.maps.uses(0)
 
 
@@ -161,7 +164,7 @@ def test_a_writable_map_needs_a_writable_file(bench: Bench) -> None:
     with pytest.raises(Refusal) as caught:
         bench.maps.map(0x8000, PAGE, 3, 0, 0)
     assert caught.value.errno == errno.EACCES
-    bench.dma.read(0x1000, memoryview(bytearray(8)))
+    finish(bench.dma.read(0x1000, memoryview(bytearray(8))))
 
 
 def test_unmapping_what_was_never_mapped_succeeds(bench: Bench) -> None:
@@ -186,10 +189,10 @@ def test_a_shrunk_unsealed_file_is_a_fault_and_not_a_dead_worker(bench: Bench) -
     fd = bench.file(0, 4 * PAGE, sealed=False)
     bench.maps.map(0x1000, 4 * PAGE, 3, 0, 0)
     room = memoryview(bytearray(4 * PAGE))
-    bench.dma.read(0x1000, room)
+    finish(bench.dma.read(0x1000, room))
     os.ftruncate(fd, PAGE)
-    assert bench.fails(lambda: bench.dma.read(0x1000, room)) is CommandStatus.BAD_ADDRESS
-    assert bench.fails(lambda: bench.dma.write(0x1000, room)) is CommandStatus.BAD_ADDRESS
+    assert bench.fails(lambda: finish(bench.dma.read(0x1000, room))) is CommandStatus.BAD_ADDRESS
+    assert bench.fails(lambda: finish(bench.dma.write(0x1000, room))) is CommandStatus.BAD_ADDRESS
     assert os.fstat(fd).st_size == PAGE  # and it was not grown again
 
 
@@ -212,9 +215,9 @@ def test_a_descriptor_that_is_no_file_is_refused(kind: str) -> None:
 
 def test_maps_without_a_file_go_by_small_messages(bench: Bench) -> None:
     bench.maps.map(0x10_0000, 0x10_0000, 3, 0, -1)
-    bench.dma.write(0x10_0000, memoryview(bytes(200_000)))
+    finish(bench.dma.write(0x10_0000, memoryview(bytes(200_000))))
     room = bytearray(70_000)
-    bench.dma.read(0x10_0000, memoryview(room))
+    finish(bench.dma.read(0x10_0000, memoryview(room)))
     assert [n for _, _, n in bench.remote.asked] == [65536, 65536, 65536, 3392, 65536, 4464]
     assert room[0] == 0x00
     assert room[65536] == 0x10

@@ -23,6 +23,7 @@ from accelvisor.function.objects import (
     Refused,
     check_shape,
 )
+from accelvisor.function.pauses import finish
 from accelvisor.function.state import STATE_BYTES, State
 from accelvisor.limits import LIMITS, MIB
 from tests.function.harness import memfd
@@ -77,7 +78,7 @@ def test_a_handle_is_one_contexts_alone(bench: Bench) -> None:
 
 def test_a_stale_handle_never_names_the_next_object(bench: Bench) -> None:
     old = bench.tensor(100)
-    bench.objects.destroy(old.slot)
+    finish(bench.objects.destroy(old.slot))
     new = bench.tensor(100)
     assert (new.slot, new.address) == (old.slot, old.address)
     assert new.handle != old.handle
@@ -89,8 +90,8 @@ def test_released_memory_is_zero(bench: Bench) -> None:
     small, large = bench.tensor(5000), bench.tensor(MIB)
     for one in (small, large):
         bench.memory.view[one.address : one.address + one.nbytes] = b"\xaa" * one.nbytes
-    bench.objects.destroy(small.slot)
-    bench.objects.destroy(large.slot)
+    finish(bench.objects.destroy(small.slot))
+    finish(bench.objects.destroy(large.slot))
     assert not any(bench.content())
     assert bench.memory.used == 0
 
@@ -105,7 +106,7 @@ def test_a_full_memory_is_refused_and_changes_nothing(bench: Bench) -> None:
 
 def test_first_fit_reuses_the_lowest_gap(bench: Bench) -> None:
     made = [bench.tensor(8192) for _ in range(4)]
-    bench.objects.destroy(made[1].slot)
+    finish(bench.objects.destroy(made[1].slot))
     assert bench.tensor(12288).address == made[3].address + 8192
     assert bench.tensor(4096).address == made[1].address
 
@@ -114,7 +115,7 @@ def test_empty_tensors_occupy_nothing(bench: Bench) -> None:
     empty = [bench.tensor(0) for _ in range(5)]
     assert bench.memory.used == 0
     for one in empty:
-        bench.objects.destroy(one.slot)
+        finish(bench.objects.destroy(one.slot))
     assert len(bench.objects) == 0
 
 
@@ -158,7 +159,7 @@ def test_extents_never_overlap_and_a_new_worker_agrees(steps: list[tuple[bool, i
             bench.memory.view[made.address : made.address + made.nbytes] = b"\x55" * made.nbytes
             live.append(made)
         else:
-            bench.objects.destroy(live.pop(number % len(live)).slot)
+            finish(bench.objects.destroy(live.pop(number % len(live)).slot))
         spans = sorted((o.address, o.address + o.extent) for o in live if o.extent)
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
         assert all(a[1] <= BYTES and a[0] % 4096 == 0 for a in spans)

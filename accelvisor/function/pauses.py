@@ -1,0 +1,36 @@
+"""Work in steps: how a long command, a scrub or a closing queue lets others run in between.
+
+A step is a generator's run from one ``yield`` to the next, and takes milliseconds. It yields None
+when it could go on at once, or something to wait for, which is asked before it runs again; what it
+has reached stays in the generator, and in the cursor as far as another worker must know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Protocol, TypeAlias, TypeVar
+
+T = TypeVar("T")
+
+
+class Waiting(Protocol):
+    """What a paused generator waits for. ``writes``: the client may still be writing for it."""
+
+    @property
+    def writes(self) -> bool: ...
+
+    def ready(self) -> bool: ...
+
+
+Pause: TypeAlias = Waiting | None
+Pauses: TypeAlias = Generator[Pause, None, T]
+
+
+def finish(pauses: Pauses[T]) -> T:
+    """Run steps that never wait for anybody to their end; what they return."""
+    while True:
+        try:
+            next(pauses)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
