@@ -64,7 +64,7 @@ def obtain(kind: str, key: str, build: Callable[[Path], None]) -> Path:
         final = root() / f"{kind}-{key}"
         if final.is_dir():
             return final
-        _sweep(kind)
+        sweep()
         work = root() / f".build-{kind}-{_tag()}"
         work.mkdir()
         try:
@@ -91,14 +91,25 @@ def _tag() -> str:
     return f"{own.pid}-{own.started}"
 
 
-def _sweep(kind: str) -> None:
+def builders() -> list[int]:
+    """The processes that are building something right now."""
+    return sorted(builder.pid for _, builder in _unfinished() if builder.alive())
+
+
+def sweep() -> None:
     """Remove what builders that have died left half done."""
-    for path in root().glob(f".build-{kind}-*"):
-        pid, _, started = path.name.removeprefix(f".build-{kind}-").partition("-")
-        if not (pid.isdigit() and started.isdigit()):
-            continue
-        if not ProcessId(int(pid), int(started)).alive():
+    for path, builder in _unfinished():
+        if not builder.alive():
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _unfinished() -> list[tuple[Path, ProcessId]]:
+    found = []
+    for path in root().glob(".build-*"):
+        words = path.name.split("-")[-2:]
+        if len(words) == 2 and all(word.isdigit() for word in words):
+            found.append((path, ProcessId(int(words[0]), int(words[1]))))
+    return found
 
 
 def _prune(kind: str) -> None:

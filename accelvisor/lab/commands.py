@@ -14,7 +14,16 @@ from pathlib import Path
 from types import FrameType
 
 from accelvisor.errors import AccelvisorError, CallerError, NotFoundError, UnavailableError
-from accelvisor.lab import cache, guestimage, images, laboratory, package, requirements, state
+from accelvisor.lab import (
+    cache,
+    guestimage,
+    images,
+    laboratory,
+    package,
+    requirements,
+    state,
+    takedown,
+)
 from accelvisor.lab.domain import DomainSpec
 from accelvisor.lab.host import LabHost
 from accelvisor.lab.laboratory import Laboratory
@@ -48,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m accelvisor.lab",
         description="Real hosts with systemd, libvirt, QEMU and accelvisor on this one machine.",
-        epilog="The laboratory meant is ACCELVISOR_LAB_NAME, by default 'lab'.",
+        epilog="The laboratory meant is ACCELVISOR_LAB_NAME, by default one of this tree's own.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
@@ -62,14 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     up = add("up", _up, "build what is missing, boot the hosts, install this tree's packages")
     up.add_argument("--hosts", type=int, default=1, help="how many (default 1)")
     up.add_argument("--bare", action="store_true", help="do not install accelvisor")
-    down = add("down", _down, "take the laboratory away, and every abandoned one")
-    down.add_argument("--all", action="store_true", help="every laboratory of this machine")
+    down = add("down", _down, "take the laboratory away, and your abandoned ones")
+    down.add_argument("--all", action="store_true", help="every laboratory of this source tree")
     down.add_argument("--abandoned", action="store_true", help="only those left by the dead")
     add("status", _status, "what runs here")
     add("build", _build, "build and cache the images and packages, boot nothing")
     deb = add("deb", _deb, "build the Debian packages")
     deb.add_argument("--output", type=Path, default=Path("dist"), help="where to (default dist)")
-    add("clean", _clean, "take every laboratory down and delete the cache")
+    add("clean", _clean, "take this tree's laboratories down and delete the cache")
     commands.add_parser("demo", help="the demonstration (its own options: demo --help)")
 
     execute = add("exec", _exec, "run a command on a host: exec host1 -- virsh list --all")
@@ -101,14 +110,18 @@ def _up(options: argparse.Namespace) -> int:
 
 
 def _down(options: argparse.Namespace) -> int:
-    laboratory.reap(Progress())
+    takedown.reap(Progress())
     if options.abandoned:
         return 0
-    names = state.names() if options.all else [laboratory.chosen_name()]
-    for name in names:
-        if laboratory.remove(name):
+    for name in _own() if options.all else [laboratory.chosen_name()]:
+        if takedown.remove(name):
             print(f"laboratory {name}: taken down", file=sys.stderr)
     return 0
+
+
+def _own() -> list[str]:
+    found = [state.load(name) for name in state.names()]
+    return [each.name for each in found if each is not None and each.mine]
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -121,6 +134,8 @@ def _status(options: argparse.Namespace) -> int:
         owner = "persistent" if found.owner is None else f"owned by process {found.owner.pid}"
         owner = "abandoned" if found.abandoned else owner
         print(f"laboratory {name}: {owner}, packages {found.package or 'not installed'}")
+        if not found.mine:
+            print(f"  of user {found.uid}, from {found.tree}")
         for record in found.hosts:
             alive = record.leader is not None and record.leader.alive()
             print(f"  host{record.index}: {'running' if alive else 'dead'}")
@@ -155,11 +170,7 @@ def _deb(options: argparse.Namespace) -> int:
 
 
 def _clean(options: argparse.Namespace) -> int:
-    laboratory.reap(Progress())
-    for name in state.names():
-        laboratory.remove(name)
-    if cache.root().is_dir():
-        shutil.rmtree(cache.root())
+    takedown.clean(Progress())
     return 0
 
 

@@ -27,15 +27,26 @@ _BOOT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The paths of one host of one laboratory."""
+    """The paths of one host of one laboratory, whose hosts' layers are under ``home``."""
 
     lab: str
     index: int
+    home: Path
+
+    @classmethod
+    def of(cls, found: state.LabState, index: int) -> Place:
+        """A host's place in a laboratory."""
+        return cls(found.name, index, found.directory)
 
     @property
     def directory(self) -> Path:
         """Everything on disk that belongs to this host."""
-        return state.instance_directory(self.lab) / f"host{self.index}"
+        return self.home / f"host{self.index}"
+
+    @property
+    def images(self) -> Path:
+        """The guest images as all hosts of the laboratory see them."""
+        return self.home / "images"
 
     @property
     def root(self) -> Path:
@@ -56,11 +67,6 @@ class Place:
     def hostname(self) -> str:
         """What it calls itself."""
         return f"host{self.index}"
-
-
-def images_directory(lab: str) -> Path:
-    """The guest images as all hosts of a laboratory see them."""
-    return state.instance_directory(lab) / "images"
 
 
 def mount(place: Place, image: Path) -> None:
@@ -128,7 +134,7 @@ def _command(place: Place, *, mortal: bool) -> list[str]:
         f"--hostname={place.hostname}",
         f"--directory={place.root}",
         f"--network-namespace-path={network.namespace_path(place.lab, place.index)}",
-        f"--bind-ro={images_directory(place.lab)}:{GUEST_IMAGES}",
+        f"--bind-ro={place.images}:{GUEST_IMAGES}",
         # Not given by default with a network namespace from outside; libvirt and PrivateNetwork=
         # need them.
         "--capability=CAP_NET_ADMIN,CAP_NET_RAW",

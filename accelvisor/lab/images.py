@@ -10,13 +10,13 @@ import shutil
 from pathlib import Path
 
 from accelvisor.errors import SystemFailure
-from accelvisor.lab import apt, cache
+from accelvisor.lab import apt, cache, tree
 from accelvisor.lab.process import in_private_mounts
 from accelvisor.lab.progress import Progress, apt_percent, counted, run_logged
 
 # Raised to rebuild an image when what it should be has changed but no line of its recipe has.
 _BASE_EDITION = "1"
-_HOST_EDITION = "2"
+_HOST_EDITION = "3"
 
 # libvirt and QEMU as a Debian user installs them; from backports, since vfio-user-pci needs
 # QEMU 10.1. Without recommended packages: no graphics, no sound, no network boot.
@@ -26,26 +26,14 @@ BACKPORTS = (
     "qemu-system-x86",
     "qemu-utils",
 )
-# What accelvisor's own package depends on (so that dpkg -i needs no network), and tools that
-# tests and people use.
+# What makes it a host, and tools of the laboratory and its tests. No Python module is among them,
+# and nothing for accelvisor's sake: that comes from the Depends of debian/control (``depends``), so
+# that `dpkg -i` of the packages proves them.
 PACKAGES = (
-    "acl",
-    "dbus",
     "iproute2",
     "libpam-systemd",
-    "openssl",
-    "pciutils",
+    "man-db",
     "procps",
-    "python3-cryptography",
-    "python3-jeepney",
-    "python3-libvirt",
-    "python3-msgpack",
-    "python3-msgspec",
-    "python3-numba",
-    "python3-numpy",
-    "python3-prometheus-client",
-    "python3-pyroute2",
-    "python3-rich",
     "systemd",
     "systemd-sysv",
 )
@@ -88,8 +76,15 @@ def base_key() -> str:
 
 def host_key() -> str:
     """Changes when the host image must be built anew."""
-    parts = (*BACKPORTS, "|", *PACKAGES, "|", *MASKED, QEMU_CONF, LIBVIRTD_CONF)
+    lists = (*BACKPORTS, "|", *PACKAGES, "|", *depends(), "|", *MASKED)
+    parts = (*lists, QEMU_CONF, LIBVIRTD_CONF)
     return cache.digest(_HOST_EDITION, base_key(), *parts)
+
+
+def depends() -> tuple[str, ...]:
+    """What this tree's own packages depend on; on a host that is no place else they come from."""
+    control = (tree.repository() / "debian/control").read_text(encoding="utf-8")
+    return tree.runtime_depends(control)
 
 
 def base(progress: Progress) -> Path:
@@ -119,7 +114,9 @@ def host(progress: Progress) -> Path:
         root = grow(base(progress), work / "root", progress, "host image")
         temporary = apt.configure(root, apt.mirror())
         install(root, progress, "host image: libvirt and QEMU", BACKPORTS, backports=True)
-        install(root, progress, "host image: Python and tools", PACKAGES)
+        install(root, progress, "host image: systemd and tools", PACKAGES)
+        # apt has no network later: what the packages need is there before they come.
+        install(root, progress, "host image: what the packages depend on", depends())
         _settle(root)
         clean(root, temporary)
 
@@ -177,6 +174,8 @@ def _settle(root: Path) -> None:
             sink.write(text)
     # Without a locale systemd asks for one on the console of the first boot.
     (root / "etc/locale.conf").write_text("LANG=C.UTF-8\n", encoding="utf-8")
+    # An index of manual pages would be built at each installation.
+    (root / "var/lib/man-db/auto-update").unlink(missing_ok=True)
     # From here on a package is installed with its documentation, as a user would have it.
     (root / "etc/dpkg/dpkg.cfg.d/accelvisor-lab").unlink()
     # Newer than everything in /usr: the first boot has no caches to rebuild.

@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from accelvisor.errors import AccelvisorError, ConflictError, NotFoundError, UsageError
-from accelvisor.lab import container, guestimage, images, network, package, requirements, state
+from accelvisor.errors import ConflictError, NotFoundError, UsageError
+from accelvisor.lab import (
+    container,
+    guestimage,
+    images,
+    network,
+    package,
+    requirements,
+    state,
+    tree,
+)
 from accelvisor.lab.container import Place
 from accelvisor.lab.host import LabHost
 from accelvisor.lab.process import ProcessId
 from accelvisor.lab.progress import Progress
+from accelvisor.lab.reaper import Reaper
 from accelvisor.lab.state import HostState, LabState
-
-DEFAULT_NAME = "lab"
+from accelvisor.lab.takedown import reap, take_down
 
 
 def chosen_name() -> str:
-    """The laboratory that commands mean: ACCELVISOR_LAB_NAME, or the default one."""
-    return state.checked_name(os.environ.get("ACCELVISOR_LAB_NAME") or DEFAULT_NAME)
+    """The laboratory that commands mean: ACCELVISOR_LAB_NAME, or this tree's and user's own."""
+    return state.checked_name(os.environ.get("ACCELVISOR_LAB_NAME") or tree.default_name())
 
 
 class Laboratory:
     """One or more lab hosts on a network of their own.
 
     As a context manager it lives as long as its block (and, should the process be killed, as long
-    as the process). A ``persistent`` one outlives its process and is found again by its name.
+    as the process: its hosts die with it, and a reaper takes away the rest). A ``persistent`` one
+    outlives its process and is found again by its name.
 
     Args:
         hosts: how many hosts to boot.
@@ -57,6 +66,7 @@ class Laboratory:
         self._persistent = persistent
         self._install = install
         self._state = LabState(self.name, None if persistent else ProcessId.own())
+        self._reaper: Reaper | None = None
 
     @classmethod
     def attach(cls, name: str | None = None, *, progress: Progress | None = None) -> Laboratory:
@@ -92,6 +102,16 @@ class Laboratory:
         """Bring it up: what runs already stays, what is missing is built or booted."""
         requirements.require()
         reap(self.progress)
+        if not self._persistent and self._reaper is None:
+            # Before there is anything to take away.
+            self._reaper = Reaper(self.name)
+        try:
+            self._up()
+        finally:
+            if not self.hosts:
+                self._dismiss()
+
+    def _up(self) -> None:
         # Built before the lock is taken: a cold cache takes minutes.
         image = images.host(self.progress)
         guest = guestimage.guest(self.progress)
@@ -104,15 +124,21 @@ class Laboratory:
             except BaseException:
                 # One that ran before stays: a package that does not build is no reason to lose it.
                 if fresh:
-                    _take_down(self._state)
+                    take_down(self._state)
                     self.hosts = []
                 raise
 
     def down(self) -> None:
         """Take all of it away."""
         with state.locked(self.name):
-            _take_down(self._state)
+            take_down(self._state)
         self.hosts = []
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        if self._reaper is not None:
+            self._reaper.dismiss()
+            self._reaper = None
 
     def add_hosts(self, count: int) -> None:
         """Boot further hosts until there are ``count`` of them."""
@@ -132,6 +158,7 @@ class Laboratory:
         found = state.load(self.name)
         if found is None:
             return False
+        found.refuse_foreign()
         if found.owner is not None and found.owner != ProcessId.own():
             raise ConflictError(
                 f"the laboratory {self.name!r} belongs to process {found.owner.pid}",
@@ -142,7 +169,7 @@ class Laboratory:
         self._state = found
         for record in [host for host in found.hosts if host.leader is None or _dead(host)]:
             # A host that died under a persistent laboratory is replaced.
-            container.remove(Place(self.name, record.index), record)
+            container.remove(Place.of(self._state, record.index), record)
             found.hosts.remove(record)
         return True
 
@@ -150,7 +177,7 @@ class Laboratory:
         self._state.save()
         if not network.namespaces(self.name):
             network.create_switch(self.name)
-        _offer(guest, container.images_directory(self.name))
+        _offer(guest, self._state.directory / "images")
         present = {record.index for record in self._state.hosts}
         for index in range(1, self._wanted + 1):
             if index not in present:
@@ -158,7 +185,7 @@ class Laboratory:
         self._present()
 
     def _boot_host(self, index: int, image: Path) -> None:
-        place = Place(self.name, index)
+        place = Place.of(self._state, index)
         record = HostState(index)
         self._state.hosts.append(record)
         self._state.save()
@@ -173,13 +200,13 @@ class Laboratory:
     def _present(self) -> None:
         self._state.hosts.sort(key=lambda record: record.index)
         self.hosts = [
-            LabHost(Place(self.name, record.index), record) for record in self._state.hosts
+            LabHost(Place.of(self._state, record.index), record) for record in self._state.hosts
         ]
 
     def _install_packages(self, image: Path) -> None:
         built = package.build(self.progress)
         disk = guestimage.layer(package.package(built, package.GUEST), image, self.progress)
-        shared = container.images_directory(self.name)
+        shared = self._state.directory / "images"
         _link(disk, shared / "layer.squashfs")
         debs = [package.package(built, name) for name in (package.GUEST, package.HOST)]
         for host in self.hosts:
@@ -198,47 +225,6 @@ class Laboratory:
                 host.push(deb, target)
             host.run(["dpkg", "--install", "--force-confnew", *targets], timeout=180)
             host.run(["touch", mark])
-
-
-def reap(progress: Progress) -> None:
-    """Take down every laboratory whose owner died without doing so."""
-    for name in state.names():
-        found = state.load(name)
-        if found is None or not found.abandoned:
-            continue
-        try:
-            with state.locked(name), progress.step(f"removing the abandoned laboratory {name}"):
-                _take_down(found)
-        except ConflictError:
-            # Somebody else is at it already.
-            continue
-
-
-def remove(name: str) -> bool:
-    """Take down a laboratory by name, whoever started it; False when there is none."""
-    found = state.load(name)
-    if found is None:
-        return False
-    with state.locked(name):
-        _take_down(found)
-    return True
-
-
-def _take_down(found: LabState) -> None:
-    failed: AccelvisorError | None = None
-    for index in range(1, state.MAX_HOSTS + 1):
-        known = [record for record in found.hosts if record.index == index]
-        record = known[0] if known else HostState(index)
-        try:
-            container.remove(Place(found.name, index), record)
-        except AccelvisorError as error:
-            failed = error
-    network.remove(found.name)
-    if failed is not None:
-        # The state stays, so that the next `down` tries again.
-        raise failed
-    shutil.rmtree(state.instance_directory(found.name), ignore_errors=True)
-    found.forget()
 
 
 def _dead(record: HostState) -> bool:

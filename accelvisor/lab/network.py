@@ -12,10 +12,14 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
-
-from pyroute2 import IPRoute, netns
+from typing import TYPE_CHECKING
 
 from accelvisor.errors import SystemFailure
+from accelvisor.lab.process import run
+
+if TYPE_CHECKING:
+    # Imported where a network is made: taking one away must not need a working .venv.
+    from pyroute2 import IPRoute
 
 SUBNET = "10.77.0"
 _PREFIX = "avlab"
@@ -40,7 +44,7 @@ def namespace_path(lab: str, index: int) -> Path:
 def create_switch(lab: str) -> None:
     """The namespace with the bridge that the hosts are connected to."""
     name = _switch(lab)
-    netns.create(name)
+    _create(name)
 
     def configure(links: IPRoute) -> None:
         links.link("add", ifname="switch", kind="bridge")
@@ -53,7 +57,7 @@ def create_switch(lab: str) -> None:
 def connect_host(lab: str, index: int) -> None:
     """A host's namespace with one interface, ``eth0``, on the switch."""
     name = namespace(lab, index)
-    netns.create(name)
+    _create(name)
     port = f"host{index}"
 
     def plug(links: IPRoute) -> None:
@@ -78,8 +82,7 @@ def connect_host(lab: str, index: int) -> None:
 def remove(lab: str) -> None:
     """Take away every namespace of this lab; interfaces go with the namespaces they are in."""
     for path in namespaces(lab):
-        with contextlib.suppress(FileNotFoundError):
-            netns.remove(path.name)
+        _remove(path)
 
 
 def remove_host(lab: str, index: int) -> None:
@@ -92,14 +95,28 @@ def remove_host(lab: str, index: int) -> None:
 
     if (_RUN / _switch(lab)).exists():
         _inside(_switch(lab), unplug)
-    with contextlib.suppress(FileNotFoundError):
-        netns.remove(namespace(lab, index))
+    _remove(namespace_path(lab, index))
 
 
 def namespaces(lab: str) -> list[Path]:
     """The namespaces of this lab that exist."""
     names = [_switch(lab), *(namespace(lab, index) for index in range(1, 10))]
     return [_RUN / name for name in names if (_RUN / name).exists()]
+
+
+def _create(name: str) -> None:
+    from pyroute2 import netns
+
+    netns.create(name)
+
+
+def _remove(path: Path) -> None:
+    """A named namespace is a mount on an empty file, which may be half made."""
+    if path.exists():
+        # Lazily: a process may be inside still.
+        run(["umount", "--lazy", str(path)], timeout=30, check=False)
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
 
 
 def _switch(lab: str) -> str:
@@ -122,6 +139,8 @@ def _inside(name: str, work: Callable[[IPRoute], None]) -> None:
 
     pyroute2's own NetNS forks a process, which is no good in a test runner with threads.
     """
+    from pyroute2 import IPRoute
+
     failed: list[BaseException] = []
 
     def enter() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from accelvisor.errors import NotFoundError, SystemFailure
+from accelvisor.errors import SystemFailure
 from accelvisor.lab import cache, images
 from accelvisor.lab.process import die_with_parent
 from accelvisor.lab.progress import Progress, run_logged
+from accelvisor.lab.tree import repository
 
 HOST = "accelvisor"
 GUEST = "accelvisor-guest"
@@ -17,18 +18,6 @@ GUEST = "accelvisor-guest"
 _TREES = ("accelvisor", "debian", "systemd", "docs/man")
 _FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
 _LEFT_OUT = ("__pycache__", "lab")
-
-
-def repository() -> Path:
-    """The source tree that this very module belongs to."""
-    tree = Path(__file__).resolve().parent.parent.parent
-    if not (tree / "debian/control").is_file():
-        raise NotFoundError(
-            f"no source tree around {tree / 'accelvisor'}",
-            where="lab",
-            hint="the laboratory runs from a checkout: pip install -e '.[dev]' there",
-        )
-    return tree
 
 
 def sources(tree: Path) -> list[Path]:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from accelvisor.errors import ConflictError, DeadlineError, UsageError
-from accelvisor.lab import cache
+from accelvisor.lab.cache import root as cache_root
 from accelvisor.lab.process import ProcessId, wait_until
+from accelvisor.lab.tree import repository, user
 
 RUN = Path("/run/accelvisor-lab")
 _NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,19}")
@@ -49,12 +50,39 @@ class HostState:
 
 @dataclass(slots=True)
 class LabState:
-    """A laboratory as written to disk; ``owner`` is None when it outlives its creator."""
+    """A laboratory as written to disk; ``owner`` is None when it outlives its creator.
+
+    ``tree`` and ``uid`` tell whose it is, ``cache`` on which cache it stands: whoever takes it away
+    may have another one.
+    """
 
     name: str
     owner: ProcessId | None
     hosts: list[HostState] = field(default_factory=list)
     package: str = ""
+    tree: str = field(default_factory=lambda: str(repository()))
+    uid: int = field(default_factory=user)
+    cache: str = field(default_factory=lambda: str(cache_root()))
+
+    @property
+    def mine(self) -> bool:
+        """Whether it was made from this source tree by this user."""
+        return self.tree == str(repository()) and self.uid == user()
+
+    @property
+    def directory(self) -> Path:
+        """Its hosts' writable layers; beside the images, so that they can be linked in."""
+        return Path(self.cache) / "instances" / self.name
+
+    def refuse_foreign(self) -> None:
+        """Raise ConflictError when it is somebody else's."""
+        if not self.mine:
+            raise ConflictError(
+                f"the laboratory {self.name!r} is of user {self.uid}, from {self.tree}",
+                code="lab-foreign",
+                where="lab",
+                hint="run the command there, or choose another name with ACCELVISOR_LAB_NAME",
+            )
 
     @property
     def abandoned(self) -> bool:
@@ -68,6 +96,9 @@ class LabState:
         document = {
             "owner": _pair(self.owner),
             "package": self.package,
+            "tree": self.tree,
+            "uid": self.uid,
+            "cache": self.cache,
             "hosts": [
                 {
                     "index": host.index,
@@ -87,6 +118,7 @@ class LabState:
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             run_directory(self.name).rmdir()
+        forget_lock(self.name)
 
 
 def load(name: str) -> LabState | None:
@@ -97,7 +129,11 @@ def load(name: str) -> LabState | None:
             HostState(int(host["index"]), _id(host["supervisor"]), _id(host["leader"]))
             for host in document["hosts"]
         ]
-        return LabState(name, _id(document["owner"]), hosts, str(document["package"]))
+        found = LabState(name, _id(document["owner"]), hosts, str(document["package"]))
+        found.tree = str(document.get("tree", found.tree))
+        found.uid = int(document.get("uid", found.uid))
+        found.cache = str(document.get("cache", found.cache))
+        return found
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,11 +151,6 @@ def run_directory(name: str) -> Path:
     return RUN / name
 
 
-def instance_directory(name: str) -> Path:
-    """Its hosts' writable layers; on the cache's file system, so that images can be linked in."""
-    return cache.root() / "instances" / name
-
-
 @contextmanager
 def locked(name: str) -> Iterator[None]:
     """Only one process at a time changes a laboratory; a second one is told soon.
@@ -127,9 +158,10 @@ def locked(name: str) -> Iterator[None]:
     Not at once: children of a process that was just killed may hold its lock for a moment.
     """
     RUN.mkdir(parents=True, exist_ok=True)
-    with (RUN / f"{name}.lock").open("w") as handle:
+    held: list[TextIO] = []
+    try:
         try:
-            wait_until(lambda: _try_lock(handle), deadline_s=_LOCK_S, what=f"lock of {name}")
+            wait_until(lambda: _try_lock(name, held), deadline_s=_LOCK_S, what=f"lock of {name}")
         except DeadlineError:
             raise ConflictError(
                 f"another process is changing the laboratory {name!r}",
@@ -138,14 +170,42 @@ def locked(name: str) -> Iterator[None]:
                 hint="wait for it, or choose another name with ACCELVISOR_LAB_NAME",
             ) from None
         yield
+    finally:
+        for handle in held:
+            handle.close()
 
 
-def _try_lock(handle: TextIO) -> bool:
+def forget_lock(name: str) -> None:
+    """Remove the lock's file; the caller holds the lock.
+
+    Whoever waits for it finds out that the file has gone, and makes a new one.
+    """
+    _lock_path(name).unlink(missing_ok=True)
+
+
+def _try_lock(name: str, held: list[TextIO]) -> bool:
+    handle = _lock_path(name).open("w")
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Its holder may have removed the file with the laboratory: that lock locks nothing.
+        if _current(name, handle):
+            held.append(handle)
+            return True
     except BlockingIOError:
+        pass
+    handle.close()
+    return False
+
+
+def _current(name: str, handle: TextIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle.fileno()), _lock_path(name).stat())
+    except FileNotFoundError:
         return False
-    return True
+
+
+def _lock_path(name: str) -> Path:
+    return RUN / f"{name}.lock"
 
 
 def _path(name: str) -> Path:

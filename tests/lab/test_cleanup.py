@@ -1,6 +1,7 @@
 """A laboratory leaves nothing behind: no mount, no namespace, no process, no directory.
 
-However it ends: at the end of its block, by an exception, or by SIGKILL at any moment.
+However it ends: at the end of its block, by an exception, or by SIGKILL at any moment; and without
+anybody's help, since the next lab command may come never.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from accelvisor.errors import ConflictError
-from accelvisor.lab import Laboratory, container, laboratory, network, state
+from accelvisor.lab import Laboratory, container, network, state, takedown
 from accelvisor.lab.process import wait_until
 from accelvisor.lab.progress import Progress
 
@@ -36,12 +37,31 @@ def traces(name: str) -> list[str]:
     found += [line for line in mounts if f"/instances/{name}/" in line]
     for index in range(1, state.MAX_HOSTS + 1):
         found += [f"process {stray.pid}" for stray in container.strays(_place(name, index))]
-    directories = (state.instance_directory(name), state.run_directory(name))
-    return found + [str(path) for path in directories if path.exists()]
+    lock = state.RUN / f"{name}.lock"
+    paths = (state.LabState(name, None).directory, state.run_directory(name), lock)
+    return found + [str(path) for path in paths if path.exists()]
 
 
 def _place(name: str, index: int = 1) -> container.Place:
-    return container.Place(name, index)
+    return container.Place.of(state.LabState(name, None), index)
+
+
+def _reapers(name: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"accelvisor.lab.reaper" in words and name.encode() in words:
+            found.append(int(entry.name))
+    return found
+
+
+def _goes_by_itself(name: str) -> None:
+    """No lab command, no later laboratory: only what the killed one has left behind, waiting."""
+    wait_until(lambda: not traces(name), deadline_s=60, what=f"the end of {name}: {traces(name)}")
+    wait_until(lambda: not _reapers(name), deadline_s=20, what="the reaper's own end")
 
 
 def _start(name: str) -> subprocess.Popen[str]:
@@ -73,7 +93,9 @@ def test_at_the_end_of_its_block(quiet: Progress) -> None:
     with Laboratory(1, name="c-block", install=False, progress=quiet) as lab:
         assert lab.hosts[0].run(["true"]).returncode == 0
         assert traces("c-block")
+        assert len(_reapers("c-block")) == 1
     assert traces("c-block") == []
+    assert _reapers("c-block") == []
 
 
 def test_after_an_exception_in_its_block(quiet: Progress) -> None:
@@ -85,20 +107,53 @@ def test_after_an_exception_in_its_block(quiet: Progress) -> None:
     assert traces("c-error") == []
 
 
-def test_after_sigkill_while_up(quiet: Progress) -> None:
+def test_after_sigkill_while_up() -> None:
     with _start("c-killed") as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         assert len(_inside("c-killed")) > 5
         child.send_signal(signal.SIGKILL)
-    # The hosts die with their owner at once; what is left is taken away by whoever comes next.
-    wait_until(lambda: not _inside("c-killed"), deadline_s=10, what="the hosts' end")
-    laboratory.reap(quiet)
-    assert traces("c-killed") == []
+    _goes_by_itself("c-killed")
+    assert _inside("c-killed") == []
+
+
+def test_after_sigkill_of_owner_and_reaper_the_next_one_cleans_up(quiet: Progress) -> None:
+    with _start("c-both") as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        (reaper,) = _reapers("c-both")
+        os.kill(reaper, signal.SIGKILL)
+        child.send_signal(signal.SIGKILL)
+    # The hosts die with their owner all the same.
+    wait_until(lambda: not _inside("c-both"), deadline_s=10, what="the hosts' end")
+    assert traces("c-both")
+    takedown.reap(quiet)
+    assert traces("c-both") == []
+
+
+def test_somebody_elses_is_neither_taken_down_nor_taken_over(quiet: Progress) -> None:
+    with Laboratory(1, name="c-other", install=False, progress=quiet) as lab:
+        found = state.load("c-other")
+        assert found is not None
+        own_tree, found.tree = found.tree, "/home/other/accelvisor"
+        found.save()
+        try:
+            for refused in (
+                lambda: takedown.remove("c-other"),
+                Laboratory(1, name="c-other", persistent=True, progress=quiet).up,
+                lambda: takedown.clean(quiet),
+            ):
+                with pytest.raises(ConflictError) as caught:
+                    refused()
+                assert caught.value.code in ("lab-foreign", "lab-cache-in-use")
+            assert lab.hosts[0].run(["true"]).returncode == 0
+        finally:
+            found.tree = own_tree
+            found.save()
 
 
 @pytest.mark.parametrize("moment", ["state", "namespace", "mount", "nspawn"])
-def test_after_sigkill_while_it_comes_up(moment: str, quiet: Progress) -> None:
+def test_after_sigkill_while_it_comes_up(moment: str) -> None:
     name = f"c-{moment}"
     place = _place(name)
     reached = {
@@ -110,8 +165,7 @@ def test_after_sigkill_while_it_comes_up(moment: str, quiet: Progress) -> None:
     with _start(name) as child:
         wait_until(reached, deadline_s=60, what=moment, interval_s=0.002, longest_s=0.002)
         child.send_signal(signal.SIGKILL)
-    laboratory.reap(quiet)
-    assert traces(name) == []
+    _goes_by_itself(name)
 
 
 def test_a_second_one_of_the_same_name_is_refused(quiet: Progress) -> None:

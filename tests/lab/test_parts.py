@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from accelvisor.errors import DeadlineError, SystemFailure, UsageError
-from accelvisor.lab import apt, cache, process, state
+from accelvisor.errors import ConflictError, DeadlineError, SystemFailure, UsageError
+from accelvisor.lab import apt, cache, images, process, state, takedown, tree
 from accelvisor.lab.cpio import Archive
 from accelvisor.lab.domain import DomainSpec
 from accelvisor.lab.guestimage import load_order
@@ -190,6 +190,104 @@ def test_a_state_file_survives_damage(lab_run: Path) -> None:
     assert state.names() == ["x"]
     damaged.forget()
     assert state.names() == []
+
+
+def test_each_tree_and_user_has_a_default_laboratory_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = {tree.default_name()}
+    monkeypatch.setenv("SUDO_UID", "4711")
+    names.add(tree.default_name())
+    monkeypatch.setattr(tree, "repository", lambda: Path("/home/other/accelvisor"))
+    names.add(tree.default_name())
+    assert len(names) == 3
+    assert {state.checked_name(name) for name in names} == names
+
+
+@pytest.mark.parametrize("what", ["tree", "uid"])
+def test_down_and_clean_leave_somebody_elses_laboratory_alone(
+    lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Progress, what: str
+) -> None:
+    monkeypatch.setenv("ACCELVISOR_LAB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cache").mkdir()
+    other = state.LabState("other", None)
+    setattr(other, what, {"tree": "/home/other/accelvisor", "uid": 4711}[what])
+    other.save()
+    assert state.load("other") == other
+    with pytest.raises(ConflictError) as caught:
+        takedown.remove("other")
+    assert caught.value.code == "lab-foreign"
+    with pytest.raises(ConflictError) as caught:
+        takedown.clean(quiet)
+    assert caught.value.code == "lab-cache-in-use"
+    assert "other" in caught.value.message
+    assert state.load("other") == other
+    # On another cache it is in nobody's way.
+    other.cache = str(tmp_path / "elsewhere")
+    other.save()
+    takedown.clean(quiet)
+    assert state.load("other") == other
+    assert not (tmp_path / "cache").exists()
+
+
+def test_clean_waits_for_no_builder_and_refuses(
+    lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Progress
+) -> None:
+    monkeypatch.setenv("ACCELVISOR_LAB_CACHE", str(tmp_path))
+    own = ProcessId.own()
+    building = tmp_path / f".build-host-{own.pid}-{own.started}"
+    building.mkdir()
+    with pytest.raises(ConflictError, match=str(own.pid)):
+        takedown.clean(quiet)
+    assert building.exists()
+    cache.sweep()
+    assert building.exists()
+
+
+def test_clean_refuses_while_a_test_run_of_this_tree_has_a_laboratory(
+    lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Progress
+) -> None:
+    monkeypatch.setenv("ACCELVISOR_LAB_CACHE", str(tmp_path / "cache"))
+    state.LabState("p1", ProcessId.own()).save()
+    with pytest.raises(ConflictError, match="p1"):
+        takedown.clean(quiet)
+
+
+def test_a_lock_whose_file_went_with_its_laboratory_locks_nothing(
+    lab_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_LOCK_S", 0.2)
+    with state.locked("x"):
+        state.forget_lock("x")
+        # The one who comes now makes a new file, and holds the lock of that.
+        with state.locked("x"), pytest.raises(ConflictError), state.locked("x"):
+            pass
+    assert state.names() == []
+
+
+def test_what_the_packages_depend_on_comes_from_their_control_file_alone() -> None:
+    control = """\
+Source: a
+Build-Depends: debhelper-compat (= 13)
+
+# a comment
+Package: a
+Depends:
+ a-lib (= ${binary:Version}),
+# another
+ python3-one (>= 1:1.2) | python3-two,
+ ${misc:Depends},
+Recommends: unwanted
+Pre-Depends: first
+
+Package: a-lib
+Depends: zlib1g
+"""
+    assert tree.runtime_depends(control) == ("first", "python3", "python3-one", "zlib1g")
+    # What only the laboratory lists cannot be what makes an import of the product work.
+    listed = {*images.BACKPORTS, *images.PACKAGES}
+    assert [name for name in listed if name.startswith("python3")] == []
+    assert not listed & (set(images.depends()) - {"systemd"}) - {"libvirt-daemon-system"}
 
 
 @pytest.mark.parametrize("name", ["", "UPPER", "a/b", "-x", "x" * 21, "é"])

@@ -1,0 +1,97 @@
+"""Taking laboratories away again: by name, all that were abandoned, and the cache below them.
+
+Needs nothing but Python itself, so that a machine whose .venv is broken can still clean up.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from accelvisor.errors import AccelvisorError, ConflictError
+from accelvisor.lab import cache, container, network, state, tree
+from accelvisor.lab.container import Place
+from accelvisor.lab.progress import Progress
+from accelvisor.lab.state import HostState, LabState
+
+
+def take_down(found: LabState) -> None:
+    """End its hosts and remove everything that belongs to it; the caller holds its lock."""
+    failed: AccelvisorError | None = None
+    for index in range(1, state.MAX_HOSTS + 1):
+        known = [record for record in found.hosts if record.index == index]
+        record = known[0] if known else HostState(index)
+        try:
+            container.remove(Place.of(found, index), record)
+        except AccelvisorError as error:
+            failed = error
+    network.remove(found.name)
+    if failed is not None:
+        # The state stays, so that the next `down` tries again.
+        raise failed
+    shutil.rmtree(found.directory, ignore_errors=True)
+    found.forget()
+
+
+def remove(name: str) -> bool:
+    """Take down this user's and tree's laboratory of that name; False when there is none.
+
+    Raises:
+        ConflictError: it is somebody else's (``lab-foreign``), or just changing (``lab-busy``).
+    """
+    found = state.load(name)
+    if found is None:
+        return False
+    found.refuse_foreign()
+    with state.locked(name):
+        take_down(found)
+    return True
+
+
+def reap(progress: Progress) -> None:
+    """Take down every laboratory of this user whose owner died; its reaper may have died too."""
+    for name in state.names():
+        found = state.load(name)
+        if found is None or not found.abandoned or found.uid != tree.user():
+            continue
+        try:
+            with state.locked(name), progress.step(f"removing the abandoned laboratory {name}"):
+                # Its reaper may have done it while we waited.
+                found = state.load(name)
+                if found is not None and found.abandoned:
+                    take_down(found)
+        except ConflictError:
+            # Somebody else is at it already.
+            continue
+
+
+def clean(progress: Progress) -> None:
+    """Take down this tree's persistent laboratories and delete the cache.
+
+    Raises:
+        ConflictError: ``lab-cache-in-use``, before anything was touched: another laboratory stands
+            on the cache, a process runs one of this tree's, or one is building into it.
+    """
+    reap(progress)
+    users = [f"laboratory {found.name} ({found.tree})" for found in _standing() if _lives_on(found)]
+    users += [f"process {pid}, which builds" for pid in cache.builders()]
+    if users:
+        raise ConflictError(
+            f"the cache {cache.root()} is in use: {', '.join(users)}",
+            code="lab-cache-in-use",
+            where="lab",
+            hint="wait for its end, or take it down where it belongs",
+        )
+    for found in _standing():
+        if found.mine:
+            remove(found.name)
+    if cache.root().is_dir():
+        shutil.rmtree(cache.root())
+
+
+def _standing() -> list[LabState]:
+    return [found for name in state.names() if (found := state.load(name)) is not None]
+
+
+def _lives_on(found: LabState) -> bool:
+    """Whether it must keep the cache: it stands on it, and is not ours to take down unasked."""
+    return found.cache == str(cache.root()) and not (found.mine and found.owner is None)
