@@ -93,7 +93,8 @@ def test_unmapped_gap_and_wrap_are_faults(bench: Bench) -> None:
     room = memoryview(bytearray(3 * PAGE))
     assert bench.fails(lambda: finish(bench.dma.read(0, room[:1]))) is CommandStatus.BAD_ADDRESS
     assert bench.fails(lambda: finish(bench.dma.read(0x1800, room))) is CommandStatus.BAD_ADDRESS
-    assert bench.fails(lambda: finish(bench.dma.read(0x1FFF, room[:2]))) is CommandStatus.BAD_ADDRESS
+    across = room[:2]
+    assert bench.fails(lambda: finish(bench.dma.read(0x1FFF, across))) is CommandStatus.BAD_ADDRESS
     top = (1 << 64) - 1
     assert bench.fails(lambda: finish(bench.dma.read(top, room[:2]))) is CommandStatus.BAD_ADDRESS
 
