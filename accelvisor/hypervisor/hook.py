@@ -6,7 +6,10 @@ Installed as /etc/libvirt/hooks/qemu.d/50-accelvisor; libvirt calls it as
 (https://libvirt.org/hooks.html). It runs with the domain's lock held, so:
 
 * it is one file of the standard library, forks nothing, never talks to libvirt, and has a deadline;
-* for a domain without a function it ends after one search through the XML, before any import;
+* for a domain with neither a function nor arguments for QEMU it ends after one search through the
+  XML, before any import;
+* the device counts, not its label: every path below accelvisord's functions that QEMU is given must
+  be the socket of a function that ``<metadata>`` names and this domain owns;
 * only ``prepare begin`` can refuse, and there everything that goes wrong is a refusal. Every other
   operation ends with 0 at once: a failing ``reconnect`` would kill a running QEMU.
 """
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 NAMESPACE = "https://accelvisor.io/xmlns/1"  # as accelvisor.hypervisor.xml.NAMESPACE
+QEMU_NAMESPACE = (
+    "http://libvirt.org/schemas/domain/qemu/1.0"  # declared by those who pass arguments
+)
 DEADLINE_S = 2.0  # as accelvisor.limits.Limits.hook_s
 XML_BYTES = 4 * 1024 * 1024  # as accelvisor.limits.Limits.hook_xml_bytes
 REPLY_BYTES = 1024 * 1024  # as accelvisor.limits.Limits.admin_message_bytes
@@ -26,9 +32,11 @@ FUNCTIONS = 256  # as accelvisor.limits.Limits.functions
 
 #: The operations in which this hook has a say.
 CHECKED = frozenset({("prepare", "begin")})
-#: States of a function in which a domain can have it. "running" is its own last run, whose end
+#: States of a function in which its domain can have it. "running" is its own last run, whose end
 #: accelvisord may not have heard of yet.
 USABLE = frozenset({"ready", "attached", "running"})
+#: And in which a domain can have it that accelvisord knows nothing of: a pasted XML.
+FREE = frozenset({"ready"})
 
 
 class Refused(Exception):  # noqa: N818 - it is the hook's answer
@@ -62,60 +70,85 @@ def main(arguments: "list[str]") -> int:
 
 
 def read_xml(descriptor: int) -> "bytes | None":
-    """All of the XML, or None when it never names our namespace.
+    """All of the XML, or None when it names neither our namespace nor QEMU's.
 
     Raises Refused when it does and is larger than XML_BYTES.
     """
-    wanted = NAMESPACE.encode()
+    wanted = (NAMESPACE.encode(), QEMU_NAMESPACE.encode())
+    longest = max(map(len, wanted))
     kept = bytearray()
     found = False
     size = 0
     while block := os.read(descriptor, 1 << 16):
         size += len(block)
         kept += block
-        found = found or wanted in kept[-len(block) - len(wanted) :]
+        if not found:
+            end = kept[-len(block) - longest :]
+            found = any(name in end for name in wanted)
         if size > XML_BYTES:
-            del kept[: -len(wanted)]
+            del kept[:-longest]
     if found and size > XML_BYTES:
         raise Refused(f"the domain XML has {size} bytes, the limit is {XML_BYTES}")
     return bytes(kept) if found else None
 
 
+def run_directory() -> str:
+    return os.environ.get("ACCELVISOR_RUN_DIR", "/run/accelvisor")
+
+
 def check(xml: bytes) -> None:
     """Ask accelvisord for each function of the domain. Raises Refused."""
-    domain, functions = parse(xml)
+    domain, functions, arguments = parse(xml)
     if len(functions) > FUNCTIONS:
         raise Refused(f"the domain names {len(functions)} functions, the limit is {FUNCTIONS}")
-    if not functions:
-        return
-    import socket
+    sockets = connected(arguments)
+    served: set[str] = set()
+    if functions:
+        import socket
 
-    path = os.environ.get("ACCELVISOR_RUN_DIR", "/run/accelvisor") + "/admin"
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        try:
-            connection.connect(path)
-            for uuid, vfio in functions.items():
-                judge(uuid, vfio, domain, call(connection, uuid))
-        except OSError as error:
+        path = run_directory() + "/admin"
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            try:
+                connection.connect(path)
+                for uuid, vfio in functions.items():
+                    found = call(connection, uuid)
+                    judge(uuid, vfio, domain, found)
+                    served.add(os.path.realpath(str(found.get("socket"))))
+            except OSError as error:
+                raise Refused(
+                    f"cannot reach accelvisord at {path}: {error.strerror or error}"
+                    " (systemctl start accelvisor)"
+                ) from None
+    for path in sockets:
+        if os.path.realpath(path) not in served:
             raise Refused(
-                f"cannot reach accelvisord at {path}: {error.strerror or error}"
-                " (systemctl start accelvisor)"
-            ) from None
+                f"the domain gives QEMU {path}, which is no socket of a function in its metadata"
+                " (remove that argument, and use accelctl attach)"
+            )
 
 
-def parse(xml: bytes) -> "tuple[str, dict[str, str]]":
-    """(the domain's UUID, {function UUID: its socket or ""}). Raises Refused for a broken XML."""
+def parse(xml: bytes) -> "tuple[str, dict[str, str], list[str]]":
+    """(the domain's UUID, {function UUID: its socket or ""}, QEMU's arguments).
+
+    Raises Refused for a broken XML.
+    """
     from xml.parsers import expat
 
     path: list[str] = []
     uuid: list[str] = []
     functions: dict[str, str] = {}
+    arguments: list[str] = []
     function = ["domain", "metadata", f"{NAMESPACE} functions", f"{NAMESPACE} function"]
+    argument = ["domain", f"{QEMU_NAMESPACE} commandline", f"{QEMU_NAMESPACE} arg"]
 
     def start(tag: str, attributes: "dict[str, str]") -> None:
         path.append(tag)
         if path == function:
-            functions[attributes.get("uuid", "").strip().lower()] = attributes.get("socket", "")
+            name, vfio = attributes.get("uuid", "").strip().lower(), attributes.get("socket", "")
+            if functions.setdefault(name, vfio) != vfio:
+                raise Refused(f"the domain names function {name} twice, at two sockets")
+        elif path == argument:
+            arguments.append(attributes.get("value", ""))
 
     def text(data: str) -> None:
         if path == ["domain", "uuid"]:
@@ -134,7 +167,49 @@ def parse(xml: bytes) -> "tuple[str, dict[str, str]]":
         parser.Parse(xml, True)
     except expat.ExpatError as error:
         raise Refused(f"the domain XML is malformed: {error}") from None
-    return "".join(uuid).strip().lower(), functions
+    return "".join(uuid).strip().lower(), functions, arguments
+
+
+def connected(arguments: "list[str]") -> "list[str]":
+    """The paths below accelvisord's functions in QEMU's arguments, however they are written.
+
+    Raises Refused for a device in a form of JSON that only QEMU reads.
+    """
+    below = os.path.realpath(run_directory() + "/function") + "/"
+    found = []
+    before = ""
+    for argument in arguments:
+        for text in strings(argument, before.lstrip("-") == "device"):
+            path = text[text.find("/") :] if "/" in text else ""
+            # Not only the plain path: /var/run, //, .. and links lead to the same socket.
+            if path and os.path.realpath(path).startswith(below):
+                found.append(path)
+        before = argument
+    return found
+
+
+def strings(argument: str, device: bool) -> "list[str]":
+    """All texts in one argument: of a JSON value, or between the commas of ``a=b,c=d``."""
+    if not argument.lstrip().startswith("{"):
+        return [part for piece in argument.split(",") for part in piece.split("=")]
+    import json
+
+    try:
+        waiting = [json.loads(argument)]
+    except (ValueError, RecursionError):
+        if device:
+            raise Refused(f"cannot read the device {argument[:80]!r} in the domain XML") from None
+        return [argument]
+    texts = []
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
+        elif isinstance(value, str):
+            texts.append(value)
+    return texts
 
 
 def call(connection: "Any", uuid: str) -> "dict[str, Any]":
@@ -170,9 +245,9 @@ def judge(uuid: str, vfio: str, domain: str, found: "dict[str, Any]") -> None:
     owner = found.get("domain_uuid")
     if owner and owner != domain:
         name = found.get("domain") or owner
-        raise Refused(f"function {uuid} belongs to domain {name} (accelctl function detach)")
+        raise Refused(f"function {uuid} belongs to domain {name} (accelctl detach {uuid})")
     state = found.get("state")
-    if state not in USABLE:
+    if state not in (USABLE if owner else FREE):
         reason = f": {found['reason']}" if found.get("reason") else ""
         raise Refused(f"function {uuid} is {state}{reason} (accelctl function show {uuid})")
     # The owner is what counts; a stale path would connect this guest to another one's function.

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from xml.sax.saxutils import quoteattr
 
 import pytest
 
@@ -143,12 +144,120 @@ def test_every_function_is_asked_for(tmp_path: Path, daemon: Callable[[object], 
     assert served.asked == [UUID, OTHER]
 
 
-@pytest.mark.parametrize("state", ["ready", "attached", "running"])
-def test_a_function_that_no_domain_owns_may_be_used(
-    tmp_path: Path, daemon: Callable[[object], Daemon], state: str
+@pytest.mark.parametrize(
+    ("state", "status"), [("ready", 0), ("attached", 1), ("running", 1), ("failed", 1)]
+)
+def test_a_function_that_no_domain_owns_may_be_used_when_it_is_ready(
+    tmp_path: Path, daemon: Callable[[object], Daemon], state: str, status: int
 ) -> None:
     daemon(found(domain=None, domain_uuid=None, state=state))
+    assert run(tmp_path, WITH_FUNCTION).returncode == status
+
+
+@pytest.mark.parametrize("state", ["ready", "attached", "running"])
+def test_a_domains_own_function_may_be_used(
+    tmp_path: Path, daemon: Callable[[object], Daemon], state: str
+) -> None:
+    daemon(found(state=state))
     assert run(tmp_path, WITH_FUNCTION).returncode == 0
+
+
+def test_the_owner_is_told_how_to_be_freed_of_its_function(
+    tmp_path: Path, daemon: Callable[[object], Daemon]
+) -> None:
+    daemon(found(domain="other", domain_uuid=OTHER))
+    assert f"(accelctl detach {UUID})" in run(tmp_path, WITH_FUNCTION).stderr.decode()
+
+
+# --- what QEMU is given, whatever the metadata says ----------------------------------------------
+
+
+def given(directory: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    """The hook's verdict on a domain with these arguments for QEMU (RUN: the run directory)."""
+    values = "".join(
+        f"<q:arg value={quoteattr(word.replace('RUN', str(directory)))}/>" for word in arguments
+    )
+    return run(directory, text.replace("</q:commandline>", f"{values}</q:commandline>"))
+
+
+@pytest.fixture
+def served(tmp_path: Path, daemon: Callable[[object], Daemon]) -> str:
+    """A domain with the function UUID, both as they stand in the run directory of this test."""
+    daemon(found(socket=str(tmp_path / "function" / UUID / "vfio.sock")))
+    return WITH_FUNCTION.replace("/run/accelvisor", str(tmp_path))
+
+
+_JSON = '{"driver":"vfio-user-pci","socket":{"type":"unix","path":"%s"}}'
+_THEIRS = f"RUN/function/{OTHER}/vfio.sock"
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        _JSON % _THEIRS,
+        _JSON % _THEIRS.replace("/", "\\/"),
+        _JSON % _THEIRS.replace("vfio", "\\u0076fio"),
+        _JSON % _THEIRS.replace("/function/", "//function/./"),
+        _JSON % f"RUN/function/{UUID}/../{OTHER}/vfio.sock",
+        f"vfio-user-pci,socket.type=unix,socket.path={_THEIRS}",
+        _JSON % "RUN/link/vfio.sock",
+    ],
+)
+@pytest.mark.parametrize("labelled", [True, False])
+def test_another_functions_socket_on_the_command_line_is_refused(
+    tmp_path: Path, served: str, argument: str, labelled: bool
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "function" / OTHER)
+    result = given(tmp_path, served if labelled else READY, "-device", argument)
+    assert result.returncode == 1
+    assert b"no socket of a function in its metadata" in result.stderr
+
+
+def test_a_socket_that_a_character_device_reaches_is_refused_as_well(
+    tmp_path: Path, served: str
+) -> None:
+    result = given(tmp_path, served, "-chardev", f"socket,id=x,path={_THEIRS}")
+    assert b"no socket of a function" in result.stderr
+
+
+def test_ones_own_socket_is_let_pass_however_its_path_is_written(
+    tmp_path: Path, served: str
+) -> None:
+    assert run(tmp_path, served).returncode == 0
+    (tmp_path / "run").symlink_to(tmp_path)
+    stored = served.replace(f"{tmp_path}/function", f"{tmp_path}/run/function")
+    again = stored.replace("socket=", "ignored=", 1)  # the metadata may leave it out
+    assert run(tmp_path, again).returncode == 0
+
+
+def test_a_device_that_only_qemu_can_read_is_refused(tmp_path: Path) -> None:
+    result = given(tmp_path, READY, "--device", "{'driver':'vfio-user-pci'}")
+    assert b"cannot read the device" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-device", _JSON % "/run/spdk/vfio-user/1/cntrl"),
+        ("-device", "virtio-net,netdev=x"),
+        ("-blockdev", "{'driver':'null-co'}"),
+        ("-object", '{"qom-type":"x","deep":[[{"path":"/run/else"}, 1, null]]}'),
+        ("-device",),
+    ],
+)
+def test_other_arguments_of_qemu_are_no_business_of_ours(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    assert given(tmp_path, READY, *arguments).returncode == 0
+
+
+def test_one_function_at_two_sockets_is_refused(tmp_path: Path) -> None:
+    entry = f"<f:function uuid='{UUID}' socket='%s'/>"
+    text = (
+        f"<domain><metadata><f:functions xmlns:f='{xml.NAMESPACE}'>"
+        f"{entry % '/a'}{entry % '/b'}</f:functions></metadata></domain>"
+    )
+    assert b"twice" in run(tmp_path, text).stderr
 
 
 @pytest.mark.parametrize(
@@ -291,7 +400,10 @@ def test_a_hostile_xml_is_refused_quickly(tmp_path: Path, text: str, told: str) 
 
 def test_the_hook_reads_the_functions_that_the_xml_room_writes() -> None:
     text = xml.add(xml.add(READY, UUID, SOCKET), OTHER, OTHER_SOCKET)
-    assert hook.parse(text.encode()) == (DOMAIN, {UUID: SOCKET, OTHER: OTHER_SOCKET})
+    assert hook.parse(text.encode())[:2] == (
+        DOMAIN,
+        {UUID: SOCKET, OTHER: OTHER_SOCKET},
+    )
 
 
 def test_metadata_of_others_and_nested_copies_are_not_ours() -> None:
@@ -301,7 +413,7 @@ def test_metadata_of_others_and_nested_copies_are_not_ours() -> None:
         f" xmlns:accelvisor='{xml.NAMESPACE}'><accelvisor:function uuid='{OTHER}'/>"
         "</accelvisor:functions></o:snapshot></metadata>",
     )
-    assert hook.parse(text.encode()) == (DOMAIN, {UUID: SOCKET})
+    assert hook.parse(text.encode())[:2] == (DOMAIN, {UUID: SOCKET})
 
 
 def test_a_namespace_across_two_reads_is_found() -> None:
@@ -342,6 +454,7 @@ def _read_in_two(reading: int, writing: int, rest: bytes) -> bytes | None:
 
 def test_the_hooks_own_constants_are_those_of_the_rest() -> None:
     assert xml.NAMESPACE == hook.NAMESPACE
+    assert xml.QEMU_NAMESPACE == hook.QEMU_NAMESPACE
     assert LIMITS.hook_s == hook.DEADLINE_S
     assert LIMITS.hook_xml_bytes == hook.XML_BYTES
     assert LIMITS.admin_message_bytes == hook.REPLY_BYTES
