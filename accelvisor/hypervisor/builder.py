@@ -112,18 +112,29 @@ def _devices(devices: ET.Element, options: DomainOptions) -> None:
 
 def _disk(devices: ET.Element, path: str, target: str) -> None:
     """One virtio disk. Its serial is the image's name, so that a guest can find it by that; a file
-    system that can't be written is shared read-only.
+    system that can't be written, and one that shall not be, is shared read-only.
     """
+    path, shared = _image(path)
     stem, _, suffix = path.rpartition("/")[2].rpartition(".")
     disk = _sub(devices, "disk", type="file", device="disk")
     _sub(disk, "driver", name="qemu", type="qcow2" if suffix == "qcow2" else "raw")
     _sub(disk, "source", file=path)
     _sub(disk, "target", dev=target, bus="virtio")
-    if suffix in _READ_ONLY:
+    if shared or suffix in _READ_ONLY:
         _sub(disk, "readonly")
         _sub(disk, "shareable")
     if _NAME.fullmatch(stem) and len(stem) <= _SERIAL_CHARS:
         _text(disk, "serial", stem)
+
+
+def _image(disk: str) -> tuple[str, bool]:
+    """(path, whether it is to be read-only) of ``PATH[,readonly]``. UsageError."""
+    path, comma, word = disk.rpartition(",")
+    if not comma or not word.isalpha():
+        return disk, False
+    if word != "readonly":
+        _wrong("disk", f"{word!r} is no option of a disk", "IMAGE or IMAGE,readonly")
+    return path, True
 
 
 def _disks(options: DomainOptions) -> list[str]:
@@ -160,6 +171,8 @@ def _check_files(options: DomainOptions) -> None:
     for option, text in [*named.items(), *texts.items(), *(("disk", p) for p in _disks(options))]:
         if text is not None and (not text or any(ord(c) < 32 for c in text)):
             _wrong(option, "it is empty or has a control character", "leave it out or mend it")
+    for path in _disks(options):
+        _image(path)
     if len(_disks(options)) > 26:
         _wrong("disk", f"{len(_disks(options))} disks", "at most 26")
     if options.kernel is None and (options.initrd or options.cmdline):

@@ -7,13 +7,22 @@ elsewhere, in :mod:`~accelvisor.hypervisor.xml` and :mod:`~accelvisor.hypervisor
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import uuid as uuids
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
-from accelvisor.errors import AccelvisorError, ConflictError, DeadlineError, NotFoundError
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    UnavailableError,
+)
 from accelvisor.hypervisor import binding, xml
 from accelvisor.hypervisor.builder import build
 from accelvisor.hypervisor.capabilities import kvm_verdict
@@ -24,10 +33,13 @@ from accelvisor.hypervisor.port import (
     AttachRequest,
     Domain,
     DomainEvent,
+    DomainEventKind,
     DomainOptions,
     DomainState,
     Subscription,
 )
+
+logger = logging.getLogger(__name__)
 
 #: virDomainState by number (libvirt-domain.h).
 _STATES = (
@@ -60,6 +72,8 @@ class Domains:
         self._clock = clock
         self._lock = threading.Lock()
         self._connection: Any = None
+        # One lock a domain (by UUID): who changes a definition reads it under this lock first.
+        self._changing: WeakValueDictionary[str, _DomainLock] = WeakValueDictionary()
 
     # --- connection ------------------------------------------------------------------------------
 
@@ -112,12 +126,23 @@ class Domains:
     # --- reading ---------------------------------------------------------------------------------
 
     def list(self) -> Sequence[Domain]:
-        """All domains, by name. One that vanishes meanwhile is left out."""
+        """All domains, by name. One that vanishes meanwhile is left out; one that libvirt does not
+        describe is there with nothing known of it.
+        """
         found = []
         with binding.translated("libvirt"):
             for handle in self._connect().listAllDomains(0):
-                with suppress(NotFoundError), binding.translated(handle.name()):
-                    found.append(_describe(handle))
+                name = handle.name()
+                try:
+                    with binding.translated(name):
+                        found.append(_describe(handle))
+                except NotFoundError:
+                    continue
+                except UnavailableError:
+                    raise
+                except AccelvisorError as error:
+                    logger.warning("domain %s: %s", name, error.message)
+                    found.append(_unknown(handle))
         return sorted(found, key=lambda domain: domain.name)
 
     def get(self, domain: str) -> Domain:
@@ -135,17 +160,24 @@ class Domains:
             return str(handle.XMLDesc(flags))
 
     def _find(self, domain: str) -> Any:
-        """The libvirt handle, by UUID or name."""
+        """The libvirt handle, by UUID or name. A UUID is never taken for a name as long as a domain
+        has it, so that no domain's name can stand in for another domain.
+        """
         connection = self._connect()
         lv = binding.libvirt()
         try:
-            return connection.lookupByName(domain)
+            return connection.lookupByUUIDString(str(uuids.UUID(domain)))
+        except ValueError:
+            pass
         except lv.libvirtError as error:
             if error.get_error_code() != lv.VIR_ERR_NO_DOMAIN:
                 raise
-            with suppress(lv.libvirtError):
-                return connection.lookupByUUIDString(domain)
-            raise
+        return connection.lookupByName(domain)
+
+    def _lock_of(self, handle: Any) -> _DomainLock:
+        """Held while its definition (stored or live) is read, changed and written."""
+        with self._lock:
+            return self._changing.setdefault(handle.UUIDString(), _DomainLock())
 
     # --- definitions -----------------------------------------------------------------------------
 
@@ -164,9 +196,11 @@ class Domains:
             handle = self._find(domain)
             if not handle.isPersistent():
                 raise _transient(domain)
-            shown = xml.prepare(self.xml(domain, live=False), spare_ports=hotplug_ports)
-            if not dry_run:
-                self._connect().defineXML(xml.prepare(_stored(handle), spare_ports=hotplug_ports))
+            with self._lock_of(handle):
+                shown = xml.prepare(_shown(handle), spare_ports=hotplug_ports)
+                if not dry_run:
+                    changed = xml.prepare(_stored(handle), spare_ports=hotplug_ports)
+                    self._connect().defineXML(changed)
             return _describe(handle), shown
 
     def undefine(self, domain: str) -> None:
@@ -239,33 +273,45 @@ class Domains:
             handle = self._find(request.domain)
             self._check(handle, request)
             plugged = ("", "")
-            before = self._attach_persistent(handle, request, uuid) if request.persistent else None
-            if request.live:
-                try:
-                    plugged = self._live(handle).plug(uuid, request.socket)
-                except BaseException:
-                    if before is not None:  # the stored definition again as it was
-                        self._connect().defineXML(before)
-                    raise
+            with self._lock_of(handle):
+                if request.persistent:
+                    self._attach_persistent(handle, request, uuid)
+                if request.live:
+                    try:
+                        live = self._live(handle)
+                        plugged = live.plug(uuid, request.socket, request.window_bytes)
+                    except BaseException:
+                        if request.persistent:
+                            self._remove_persistent(handle, uuid)
+                        raise
             return _attachment(handle, request, uuid, *plugged)
 
-    def _attach_persistent(self, handle: Any, request: AttachRequest, uuid: str) -> str:
-        before = _stored(handle)
-        if uuid in {entry.uuid for entry in xml.functions(before)}:
+    def _attach_persistent(self, handle: Any, request: AttachRequest, uuid: str) -> None:
+        stored = _stored(handle)
+        if uuid in {entry.uuid for entry in xml.functions(stored)}:
             raise _attached(request)
-        self._connect().defineXML(xml.add(before, uuid, request.socket))
-        return before
+        self._connect().defineXML(xml.add(stored, uuid, request.socket))
+
+    def _remove_persistent(self, handle: Any, uuid: str) -> None:
+        """From what is stored now: others may have changed it since, even done this."""
+        with suppress(NotFoundError):
+            self._connect().defineXML(xml.remove(_stored(handle), uuid))
 
     def detach(self, request: AttachRequest, *, deadline_s: float) -> Attachment:
         uuid = xml.function_uuid(request.function)
         with binding.translated(request.domain):
             handle = self._find(request.domain)
             self._check(handle, request)
-            stored = xml.remove(_stored(handle), uuid) if request.persistent else None
+            if request.persistent:
+                xml.remove(_stored(handle), uuid)  # refuses before the guest is asked
             if request.live:
+                # A guest may take minutes: the domain's other functions do not wait for it.
                 self._live(handle).unplug(uuid, deadline_s=deadline_s)
-            if stored is not None:
-                self._connect().defineXML(stored)
+            with self._lock_of(handle):
+                if request.live:
+                    self._live(handle).forget(uuid)
+                if request.persistent:
+                    self._remove_persistent(handle, uuid)
             return _attachment(handle, request, uuid)
 
     def _live(self, handle: Any) -> LiveDomain:
@@ -287,7 +333,47 @@ class Domains:
     # --- events ----------------------------------------------------------------------------------
 
     def subscribe(self, callback: Callable[[DomainEvent], None]) -> Subscription:
-        return EventSubscription(self._open, callback)
+        def after_removal(event: DomainEvent) -> None:
+            if event.kind is DomainEventKind.DEVICE_REMOVED:
+                self._forget_removed(event)
+            callback(event)
+
+        return EventSubscription(self._open, after_removal)
+
+    def _forget_removed(self, event: DomainEvent) -> None:
+        """A guest let go of a function, maybe long after a detach had given up waiting."""
+        prefix, _, function = event.detail.partition("-")
+        try:
+            uuid = str(uuids.UUID(function)) if prefix == "accel" else None
+        except ValueError:
+            uuid = None
+        if uuid is None:
+            return
+        try:
+            with binding.translated(event.domain):
+                handle = self._find(event.uuid)
+                with self._lock_of(handle):
+                    self._live(handle).forget(uuid)
+        except AccelvisorError as error:
+            logger.warning("domain %s let go of %s: %s", event.domain, uuid, error.message)
+
+
+class _DomainLock:
+    """A lock that a weak dictionary can hold."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def _shown(handle: Any) -> str:
+    """The stored definition without passwords."""
+    return str(handle.XMLDesc(binding.libvirt().VIR_DOMAIN_XML_INACTIVE))
 
 
 def _stored(handle: Any) -> str:
@@ -300,6 +386,18 @@ def _describe(handle: Any) -> Domain:
     lv = binding.libvirt()
     state, memory_kib, _, vcpus, _ = handle.info()
     persistent, active = bool(handle.isPersistent()), bool(handle.isActive())
+    live: tuple[str, ...] = ()
+    stored: tuple[str, ...] = ()
+    known = True
+    try:
+        if active:
+            live = _named(handle.XMLDesc(0), _in_metadata)
+        if persistent:
+            stored = _named(handle.XMLDesc(lv.VIR_DOMAIN_XML_INACTIVE), xml.claimed)
+    except AccelvisorError as error:
+        # Metadata is free text: one odd domain must not hide all others.
+        logger.warning("functions of domain %s: %s", handle.name(), error.message)
+        known = False
     return Domain(
         name=handle.name(),
         uuid=handle.UUIDString(),
@@ -307,17 +405,27 @@ def _describe(handle: Any) -> Domain:
         persistent=persistent,
         vcpus=vcpus,
         memory_bytes=memory_kib * 1024,
-        live_functions=_functions(handle.XMLDesc(0)) if active else (),
-        persistent_functions=(
-            _functions(handle.XMLDesc(lv.VIR_DOMAIN_XML_INACTIVE)) if persistent else ()
-        ),
+        live_functions=live,
+        persistent_functions=stored,
+        functions_known=known,
     )
 
 
-def _functions(text: str) -> tuple[str, ...]:
-    if xml.NAMESPACE not in text:  # most domains have none, and parsing is most of the cost
+def _unknown(handle: Any) -> Domain:
+    """A domain of which libvirt says nothing but that it is there."""
+    state = DomainState.UNKNOWN
+    return Domain(handle.name(), handle.UUIDString(), state, False, 0, 0, functions_known=False)
+
+
+def _named(text: str, reader: Callable[[str], Sequence[str]]) -> tuple[str, ...]:
+    # Most domains name nothing of ours, and parsing is most of the cost.
+    if xml.NAMESPACE not in text and xml.QEMU_NAMESPACE not in text:
         return ()
-    return tuple(entry.uuid for entry in xml.functions(text))
+    return tuple(reader(text))
+
+
+def _in_metadata(text: str) -> list[str]:
+    return [entry.uuid for entry in xml.functions(text)]
 
 
 def _after(handle: Any) -> Domain:

@@ -8,11 +8,13 @@ so a subscriber lists the domains after each CONNECTED.
 
 from __future__ import annotations
 
+import json
 import logging
 import queue
 import threading
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from accelvisor.hypervisor import binding
@@ -156,6 +158,7 @@ class _Held:
         self._open = False
         for identifier in self._ids:
             self._try(partial(self._connection.domainEventDeregisterAny, identifier))
+        self._try(self._deregister_monitor)
         self._try(self._connection.unregisterCloseCallback)
         self._try(self._connection.close)
         binding.EVENT_LOOP.release()
@@ -171,6 +174,22 @@ class _Held:
             (lv.VIR_DOMAIN_EVENT_ID_DEVICE_REMOVED, self._on_device_removed),
         ):
             self._ids.append(connection.domainEventRegisterAny(None, event, function, None))
+        self._monitor_id: int | None = None
+        self._try(self._register_monitor)
+
+    def _register_monitor(self) -> None:
+        """libvirt tells of no device that it does not know, which functions are: QEMU's own event
+        does. Other drivers (test:///) have no monitor.
+        """
+        register = import_module("libvirt_qemu").qemuMonitorEventRegister
+        self._monitor_id = register(
+            self._connection, None, "DEVICE_DELETED", self._on_device_deleted, None
+        )
+
+    def _deregister_monitor(self) -> None:
+        if self._monitor_id is not None:
+            deregister = import_module("libvirt_qemu").qemuMonitorEventDeregister
+            deregister(self._connection, self._monitor_id)
 
     def _try(self, call: Callable[[], object]) -> None:
         try:
@@ -200,3 +219,20 @@ class _Held:
         self, _connection: Any, domain: Any, device: str, _opaque: object
     ) -> None:
         self._event(_Kind.DEVICE_REMOVED, domain, device)
+
+    def _on_device_deleted(
+        self,
+        _connection: Any,
+        domain: Any,
+        _event: str,
+        _seconds: int,
+        _micros: int,
+        details: str,
+        _opaque: object,
+    ) -> None:
+        try:
+            device = json.loads(details).get("device", "")
+        except (ValueError, AttributeError):
+            return
+        if str(device).startswith("accel-"):  # of all others libvirt tells itself
+            self._event(_Kind.DEVICE_REMOVED, domain, str(device))

@@ -76,32 +76,41 @@ class Cpu:
 
 
 def window_problem(buses: Sequence[Any], port: str, identifier: str, cpu: Cpu) -> str | None:
-    """Why the guest can give the device's 64-bit prefetchable BARs no address behind this port.
+    """Why the guest can give the plugged device's 64-bit prefetchable BARs no address behind this
+    port; None when it fits, or when no firmware has set the port up yet.
+    """
+    device = find_device(buses, identifier)
+    if device is None:
+        return None
+    need = sum(
+        region["size"]
+        for region in device.get("regions", ())
+        if region.get("type") == "memory" and region.get("prefetch") and region.get("mem_type_64")
+    )
+    return port_problem(buses, port, need, cpu)
+
+
+def port_problem(buses: Sequence[Any], port: str, need: int, cpu: Cpu) -> str | None:
+    """Why ``need`` bytes of 64-bit prefetchable BARs get no address behind this port.
 
     A running guest keeps the windows that its firmware gave to a port, so a BAR that does not fit
     stays without an address and the driver finds no device; nothing would tell. None when it fits,
     or when no firmware has set the port up yet.
     """
     bridge = find_device(buses, port)
-    device = find_device(buses, identifier)
-    if bridge is None or device is None:
+    if bridge is None or need == 0:
         return None
     window = bridge["pci_bridge"]["bus"]["prefetchable_range"]
     base, limit = window["base"], window["limit"]
     if base == 0:
         return None
     have = max(limit - base + 1, 0)
-    need = sum(
-        region["size"]
-        for region in device.get("regions", ())
-        if region.get("type") == "memory" and region.get("prefetch") and region.get("mem_type_64")
-    )
     if need > have:
         return f"its windows need {need >> 20} MiB, the port {port} forwards {have >> 20} MiB"
     # QEMU marks the range as reserved for such a CPU, SeaBIOS puts windows at the top of 40 bits
     # of address space all the same, and Linux then gives out no address there.
     reserved = cpu.vendor == "AuthenticAMD" and cpu.address_bits >= 40
-    if need and reserved and base <= _HYPERTRANSPORT[1] and limit >= _HYPERTRANSPORT[0]:
+    if reserved and base <= _HYPERTRANSPORT[1] and limit >= _HYPERTRANSPORT[0]:
         return (
             f"the firmware put the window of port {port} into the addresses that an AMD processor"
             " reserves (HyperTransport, from 0xfd00000000), where the guest gives out none"

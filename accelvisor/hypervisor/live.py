@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from accelvisor.errors import CapacityError, DeadlineError, NotFoundError, SystemFailure
+from accelvisor.errors import (
+    AccelvisorError,
+    CapacityError,
+    DeadlineError,
+    NotFoundError,
+    SystemFailure,
+)
 from accelvisor.hypervisor import binding, hotplug, xml
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 #: For taking back a device that was plugged a moment ago (seconds).
@@ -27,8 +36,15 @@ class LiveDomain:
         self._monitor = monitor
         self._clock = clock
 
-    def plug(self, uuid: str, socket: str) -> tuple[str, str]:
+    def plug(self, uuid: str, socket: str, window_bytes: int = 0) -> tuple[str, str]:
         """Hot-plug a function behind a free root port; (the port's id, the PCI address).
+
+        The live metadata names it before QEMU has it, and until it is certain that QEMU has it no
+        more: whoever dies at whatever step leaves something that a detach finds and ends.
+
+        Args:
+            window_bytes: of its BAR2, with which a port that is too small is refused before
+                anything is plugged; 0 when unknown.
 
         ConflictError ``domain-memory``, ``domain-machine`` or ``function-attached``; CapacityError
         ``no-hotplug-port`` or ``port-window``; SystemFailure ``device-add-failed``.
@@ -38,45 +54,60 @@ class LiveDomain:
         xml.require_shared_memory(definition)
         identifier = xml.device_id(uuid)
         before = self._command("query-pci")
-        if hotplug.find_device(before, identifier) is not None:
+        if hotplug.find_device(before, identifier) is not None or self._present(identifier):
             hotplug.device_add_failed(identifier, {"desc": "Duplicate device ID"})
         port = hotplug.free_port(before, xml.hotplug_ports(definition))
-        reply = self._ask("device_add", xml.function_device(uuid, socket, port))
-        if "error" in reply:
-            hotplug.device_add_failed(identifier, reply["error"])
+        cpu = self._cpu()
+        _require_window(uuid, hotplug.port_problem(before, port, window_bytes, cpu))
+        self._remember(xml.FunctionEntry(uuid, socket, port))
         try:
+            reply = self._ask("device_add", xml.function_device(uuid, socket, port))
+            if "error" in reply:
+                hotplug.device_add_failed(identifier, reply["error"])
             after = self._command("query-pci")
-            problem = hotplug.window_problem(after, port, identifier, self._cpu())
-            if problem is not None:
-                raise CapacityError(
-                    f"the guest could not give function {uuid} an address: {problem}",
-                    code="port-window",
-                    where="hot-plug",
-                    hint="attach with --persistent and power the domain off and on: firmware then"
-                    " gives the function its addresses",
-                )
-            self._remember(xml.FunctionEntry(uuid, socket, port))
-        except BaseException:
-            with suppress(DeadlineError, NotFoundError, SystemFailure):
-                self._release(identifier, _UNDO_S)
+            _require_window(uuid, hotplug.window_problem(after, port, identifier, cpu))
+        except BaseException as error:
+            self._take_back(uuid, error)
             raise
         device = hotplug.find_device(after, identifier)
         return port, hotplug.address(device) if device is not None else ""
 
+    def _take_back(self, uuid: str, error: BaseException) -> None:
+        """Undo a plug; what QEMU keeps stays in the metadata, and ``error`` says so."""
+        try:
+            with suppress(NotFoundError):
+                self._release(xml.device_id(uuid), _UNDO_S)
+            self._forget(uuid)
+        except Exception as left:
+            logger.warning("function %s is still plugged after a failed attach: %s", uuid, left)
+            if isinstance(error, AccelvisorError):
+                error.hint = (
+                    f"it could not be taken back ({left}): detach it"
+                    f" once the guest runs{'; ' if error.hint else ''}{error.hint}"
+                )
+
     def unplug(self, uuid: str, *, deadline_s: float) -> None:
-        """Hot-unplug, wait until the guest let go, and forget the function.
+        """Hot-unplug and wait until the guest let go; :meth:`forget` has to follow.
 
         NotFoundError ``function-not-attached``, DeadlineError ``detach-deadline``.
         """
-        known = uuid in {entry.uuid for entry in xml.functions(str(self._handle.XMLDesc(0)))}
         try:
             self._release(xml.device_id(uuid), deadline_s)
         except NotFoundError:
-            if not known:
+            # Fine when the metadata has it: the guest ejected it by itself, an earlier detach got
+            # this far, or an attach did not get as far as QEMU.
+            if uuid not in {entry.uuid for entry in self._entries()}:
                 raise
-            # The guest ejected it by itself, or an earlier detach got this far: only forget it.
-        if known:
-            self._forget(uuid)
+
+    def forget(self, uuid: str) -> bool:
+        """Take a function that QEMU does not have (any more) out of the live metadata; False, and
+        nothing changes, when QEMU has it or the metadata does not.
+        """
+        known = uuid in {entry.uuid for entry in self._entries()}
+        if not known or self._present(xml.device_id(uuid)):
+            return False
+        self._forget(uuid)
+        return True
 
     def _release(self, identifier: str, deadline_s: float) -> None:
         until = self._clock() + deadline_s
@@ -109,7 +140,8 @@ class LiveDomain:
         return hotplug.Cpu(str(vendor), int(bits))
 
     def _remember(self, entry: xml.FunctionEntry) -> None:
-        self._write([*self._entries(), entry])
+        others = [other for other in self._entries() if other.uuid != entry.uuid]
+        self._write([*others, entry])
 
     def _forget(self, uuid: str) -> None:
         self._write([entry for entry in self._entries() if entry.uuid != uuid])
@@ -142,3 +174,14 @@ class LiveDomain:
             text = reply["error"].get("desc", reply["error"])
             raise SystemFailure(f"{command}: {text}", code="monitor-failed", where="hot-plug")
         return reply["return"]
+
+
+def _require_window(uuid: str, problem: str | None) -> None:
+    if problem is not None:
+        raise CapacityError(
+            f"the guest could not give function {uuid} an address: {problem}",
+            code="port-window",
+            where="hot-plug",
+            hint="attach with --persistent and power the domain off and on: firmware then"
+            " gives the function its addresses",
+        )

@@ -45,7 +45,8 @@ class Domain:
     """One domain as libvirt knows it now.
 
     ``live`` and ``persistent_functions`` are the UUIDs of the functions that the running and the
-    stored definition carry; they differ between a ``--live`` and a ``--persistent`` attach.
+    stored definition carry; they differ between a ``--live`` and a ``--persistent`` attach. Where
+    ``functions_known`` is false they could not be read, and the domain may have any.
     """
 
     name: str
@@ -56,16 +57,21 @@ class Domain:
     memory_bytes: int
     live_functions: Sequence[str] = field(default=())
     persistent_functions: Sequence[str] = field(default=())
+    functions_known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class DomainOptions:
-    """What ``accelctl vm define`` accepts instead of an XML; paths are of this host."""
+    """What ``accelctl vm define`` accepts instead of an XML; paths are of this host.
+
+    A disk is the path of an image, whose format is told from its name (.qcow2 or raw), with
+    ``,readonly`` after it when the guest must not write to it; several domains can share that one.
+    """
 
     name: str
     memory_bytes: int
     vcpus: int = 1
-    disk: str | None = None  # path of an image; the format is probed from its name (.qcow2 or raw)
+    disk: str | None = None
     kernel: str | None = None
     initrd: str | None = None
     cmdline: str | None = None
@@ -88,6 +94,7 @@ class AttachRequest:
     socket: str  # path of the function's vfio.sock
     live: bool
     persistent: bool
+    window_bytes: int = 0  # of its BAR2; 0: unknown, so that it shows only once it is plugged
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +150,7 @@ class DomainsPort(Protocol):
         ...
 
     def list(self) -> Sequence[Domain]:
-        """All domains, active or not, ordered by name."""
+        """All domains, active or not, ordered by name; also those that cannot be read."""
         ...
 
     def get(self, domain: str) -> Domain: ...

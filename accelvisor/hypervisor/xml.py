@@ -16,6 +16,7 @@ collide. Everything here takes and returns text, changes nothing else in it, and
 from __future__ import annotations
 
 import json
+import re
 import uuid as uuids
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,6 +45,9 @@ PORT_DRIVER = "pcie-root-port"
 #: A root port is told apart by (chassis, slot). libvirt numbers chassis from 1 by controller index,
 #: so this one is ours as long as a domain has fewer root ports than that.
 CHASSIS = 250
+#: A path below a function's directory, whatever the run directory is.
+_OF_FUNCTION = re.compile(r"/function/+([0-9A-Fa-f-]{36})/")
+_DEVICE_ID = re.compile(r"accel-([0-9A-Fa-f-]{36})")
 #: sizeof(sockaddr_un.sun_path) less its NUL.
 SOCKET_PATH_BYTES = 107
 
@@ -134,6 +138,33 @@ def functions(xml: str | Document) -> list[FunctionEntry]:
     ]
 
 
+def claimed(xml: str | Document) -> list[str]:
+    """UUIDs of all functions that a domain started from this XML would have: those in its metadata,
+    then those that only its ``<qemu:commandline>`` names, by a device's id or its socket's path.
+
+    Not for a running domain's XML: its command line goes on naming what was unplugged.
+    """
+    document = _document(xml)
+    found = [entry.uuid for entry in functions(document)]
+    found += [uuid for device in devices(document) if (uuid := _function_of(device)) is not None]
+    return list(dict.fromkeys(found))
+
+
+def _function_of(device: dict[str, Any]) -> str | None:
+    """Which function a ``-device`` connects to: its socket counts, then its id."""
+    if device.get("driver") != DRIVER:
+        return None
+    socket = device.get("socket")
+    path = socket.get("path") if isinstance(socket, dict) else device.get("socket.path")
+    match = _OF_FUNCTION.search(path) if isinstance(path, str) else None
+    if match is None:
+        match = _DEVICE_ID.fullmatch(str(device.get("id", "")))
+    try:
+        return function_uuid(match[1]) if match else None
+    except UsageError:
+        return None
+
+
 def devices(document: Document) -> list[dict[str, Any]]:
     """The ``-device`` arguments of ``<qemu:commandline>``, parsed; JSON and ``a=b,c=d`` forms."""
     return [_device(value.get("value", "")) for _, _, value in _device_arguments(document)]
@@ -219,7 +250,7 @@ def _device_arguments(
     for commandline in in_namespace((document.root,), QEMU_NAMESPACE, "commandline"):
         arguments = list(in_namespace((document.root, commandline), QEMU_NAMESPACE, "arg"))
         for flag, value in pairwise(arguments):
-            if flag.get("value") == "-device":
+            if flag.get("value") in ("-device", "--device"):
                 found.append((commandline, flag, value))
     return found
 
@@ -268,7 +299,8 @@ def remove(xml: str, uuid: str) -> str:
     ours = {device_id(uuid), port_id(uuid)}
     removed = False
     for commandline, flag, value in _device_arguments(document):
-        if _device(value.get("value", "")).get("id") in ours:
+        device = _device(value.get("value", ""))
+        if device.get("id") in ours or _function_of(device) == uuid:
             discard(commandline, flag)
             discard(commandline, value)
             removed = True

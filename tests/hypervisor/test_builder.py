@@ -66,6 +66,27 @@ def test_a_disk_is_named_after_its_image_and_read_only_when_it_must_be() -> None
     ] == [("base", True, True), ("data", False, False), (None, False, False)]
 
 
+def test_a_disk_can_be_shared_read_only() -> None:
+    (disk,) = built(disk="/i/a,b.qcow2,readonly").iter("disk")
+    assert disk.find("source").get("file") == "/i/a,b.qcow2"  # type: ignore[union-attr]
+    assert disk.find("driver").get("type") == "qcow2"  # type: ignore[union-attr]
+    assert disk.find("readonly") is not None
+    assert disk.find("shareable") is not None
+
+
+def test_a_disk_whose_name_has_a_comma_is_written_to() -> None:
+    (disk,) = built(disk="/i/a,b.qcow2").iter("disk")
+    assert disk.find("source").get("file") == "/i/a,b.qcow2"  # type: ignore[union-attr]
+    assert disk.find("readonly") is None
+
+
+@pytest.mark.parametrize("disk", ["/i/a.img,ro", "/i/a.img,cache", ",readonly", "i.img,readonly"])
+def test_a_wrong_option_of_a_disk_is_told(disk: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        built(disk=disk)
+    assert (caught.value.code, caught.value.where) == ("vm-option", "disk")
+
+
 def test_without_a_network_there_is_no_network_card() -> None:
     assert built().find("devices/interface") is None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
 
 import libvirt
 import pytest
@@ -22,7 +21,6 @@ from accelvisor.hypervisor import xml
 from accelvisor.hypervisor.domains import Domains
 from accelvisor.hypervisor.events import _LIFECYCLE, lifecycle
 from accelvisor.hypervisor.port import (
-    AttachRequest,
     DomainEvent,
     DomainEventKind,
     DomainOptions,
@@ -30,48 +28,9 @@ from accelvisor.hypervisor.port import (
     DomainState,
 )
 from accelvisor.limits import MIB
+from tests.hypervisor.conftest import GUEST, URI, code, request
 from tests.hypervisor.fake_qemu import FakeQemu
 from tests.hypervisor.samples import OTHER, OTHER_SOCKET, SOCKET, UUID
-
-URI = "test:///default"
-GUEST = """<domain type='test'><name>{name}</name><memory unit='MiB'>64</memory>
-<memoryBacking><source type='memfd'/><access mode='shared'/></memoryBacking>
-<os><type arch='x86_64' machine='q35'>hvm</type></os>
-<devices><controller type='pci' model='pcie-root'/>
-<controller type='pci' index='1' model='pcie-root-port'/>
-<controller type='pci' index='2' model='pcie-root-port'/></devices></domain>"""
-
-
-@pytest.fixture
-def machine() -> FakeQemu:
-    window = (0x1_4000_0000, 0x1_7FFF_FFFF)
-    return FakeQemu({"pci.1": window, "pci.2": window})
-
-
-@pytest.fixture
-def domains(machine: FakeQemu) -> Iterator[Domains]:
-    made = Domains(URI, monitor=lambda _handle, command: machine.monitor(command))
-    for left in made.list():  # a failed test's traceback keeps libvirt's state alive
-        if left.name != "test":
-            if left.state.active:
-                made.destroy(left.name)
-            if left.persistent:
-                made.undefine(left.name)
-    made.define(GUEST.format(name="guest"))
-    yield made
-    made.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "libvirt-events"]
-
-
-def request(live: bool = False, persistent: bool = False, **changes: str) -> AttachRequest:
-    fields = {"domain": "guest", "function": UUID, "socket": SOCKET} | changes
-    return AttachRequest(live=live, persistent=persistent, **fields)
-
-
-def code(call: Callable[[], object], kind: type[AccelvisorError]) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    return caught.value.code
 
 
 def test_it_is_the_port(domains: Domains) -> None:

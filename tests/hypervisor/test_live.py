@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from contextlib import suppress
 
 import pytest
 
@@ -169,20 +170,95 @@ def test_a_qemu_without_vfio_user_says_so() -> None:
     assert "10.1" in error.hint
 
 
-def test_a_device_whose_metadata_cannot_be_written_is_taken_back() -> None:
+def test_without_metadata_nothing_is_plugged() -> None:
     machine = qemu()
     live, handle = domain(machine)
     handle.fail_metadata = True
     with pytest.raises(OSError, match="space"):
         live.plug(UUID, SOCKET)
     assert machine.devices == {}
+    assert "device_add" not in [command["execute"] for command in machine.sent]
+
+
+class Killed(BaseException):
+    """The daemon ends here: nothing that it would still do is done."""
+
+
+@pytest.mark.parametrize("answered", range(12))
+def test_an_attach_killed_at_any_step_leaves_nothing_that_a_detach_does_not_end(
+    answered: int,
+) -> None:
+    machine = qemu()
+    commands = itertools.count()
+    handle = FakeHandle(xml.prepare(BARE, spare_ports=2))
+
+    def monitor(text: str) -> str:
+        reply = machine.monitor(text)  # QEMU does it, and nobody is there to hear the answer
+        if next(commands) >= answered:
+            raise Killed
+        return reply
+
+    live = LiveDomain(handle, monitor, lambda: 0.0)
+    live._take_back = lambda *_: None  # type: ignore[method-assign]
+    with suppress(Killed):
+        live.plug(UUID, SOCKET)
+    listed = [entry.uuid for entry in functions(handle)]
+    assert listed == [UUID] or machine.devices == {}, "QEMU has what nobody sees"
+    later, _ = domain(machine)
+    later._handle = handle
+    if listed:
+        later.unplug(UUID, deadline_s=1)
+        later.forget(UUID)
+    assert (machine.devices, functions(handle)) == ({}, [])
+    assert later.plug(UUID, SOCKET)
+
+
+def test_a_function_that_only_the_metadata_has_is_plugged_after_all() -> None:
+    machine = qemu()
+    live, handle = domain(machine)
+    live._remember(xml.FunctionEntry(UUID, SOCKET, xml.spare_id(1)))
+    assert live.plug(UUID, SOCKET)[0] == xml.spare_id(0)
+    assert functions(handle) == [xml.FunctionEntry(UUID, SOCKET, xml.spare_id(0))]
+
+
+def test_a_window_known_to_be_too_large_is_refused_before_anything_is_plugged() -> None:
+    machine = qemu((LOW[0], LOW[0] + 2 * MIB - 1), lets_go_after=None)
+    live, handle = domain(machine)
+    assert refusal(live.plug, UUID, SOCKET, 256 * MIB).code == "port-window"
+    assert (machine.devices, functions(handle)) == ({}, [])
+    assert "device_add" not in [command["execute"] for command in machine.sent]
+
+
+def test_what_a_guest_keeps_after_a_failed_attach_is_seen_and_can_be_detached() -> None:
+    machine = qemu((LOW[0], LOW[0] + 2 * MIB - 1), lets_go_after=None)
+    live, handle = domain(machine)
+    error = refusal(live.plug, UUID, SOCKET)
+    assert error.code == "port-window"
+    assert "detach it" in error.hint
+    assert [entry.uuid for entry in functions(handle)] == [UUID]
+    machine.lets_go_after = 0
+    unplug(live)
+    assert (machine.devices, functions(handle)) == ({}, [])
+
+
+def test_what_qemu_has_is_not_forgotten() -> None:
+    live, handle = domain(qemu())
+    live.plug(UUID, SOCKET)
+    assert not live.forget(UUID)
+    assert not live.forget(OTHER)
+    assert [entry.uuid for entry in functions(handle)] == [UUID]
+
+
+def unplug(live: LiveDomain, uuid: str = UUID, *, deadline_s: float = 10.0) -> None:
+    live.unplug(uuid, deadline_s=deadline_s)
+    live.forget(uuid)
 
 
 def test_unplugging_waits_until_the_guest_let_go() -> None:
     machine = qemu(lets_go_after=3)
     live, handle = domain(machine)
     live.plug(UUID, SOCKET)
-    live.unplug(UUID, deadline_s=10)
+    unplug(live)
     assert (machine.devices, functions(handle)) == ({}, [])
 
 
@@ -200,7 +276,7 @@ def test_asking_again_while_the_guest_is_about_to_let_go_goes_on_waiting() -> No
     live, handle = domain(machine)
     live.plug(UUID, SOCKET)
     assert refusal(live.unplug, UUID, deadline_s=0.2).code == "detach-deadline"
-    live.unplug(UUID, deadline_s=10)
+    unplug(live)
     assert (machine.devices, functions(handle)) == ({}, [])
 
 
@@ -209,7 +285,7 @@ def test_a_function_that_the_guest_ejected_is_only_forgotten() -> None:
     live, handle = domain(machine)
     live.plug(UUID, SOCKET)
     machine.devices.clear()
-    live.unplug(UUID, deadline_s=1)
+    unplug(live)
     assert functions(handle) == []
 
 
@@ -222,7 +298,7 @@ def test_other_functions_stay_when_one_goes() -> None:
     live, handle = domain(qemu())
     live.plug(UUID, SOCKET)
     live.plug(OTHER, OTHER_SOCKET)
-    live.unplug(UUID, deadline_s=1)
+    unplug(live)
     assert [entry.uuid for entry in functions(handle)] == [OTHER]
     assert live.plug(UUID, SOCKET)[0] == xml.spare_id(0), "its port is free again"
 

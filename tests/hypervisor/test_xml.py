@@ -261,3 +261,37 @@ def test_pasted_pieces_of_many_functions_rarely_wish_the_same_slot() -> None:
 def test_broken_xml_is_a_config_error() -> None:
     with pytest.raises(ConfigError):
         xml.add("<domain>", UUID, SOCKET)
+
+
+def _with_device(text: str) -> str:
+    value = text.replace("&", "&amp;").replace('"', "&quot;")
+    arguments = f'<q:arg value="--device"/><q:arg value="{value}"/>'
+    return READY.replace("</q:commandline>", f"{arguments}</q:commandline>")
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        json.dumps({"driver": xml.DRIVER, "socket": {"type": "unix", "path": SOCKET}}),
+        f"{xml.DRIVER},socket.type=unix,socket.path={SOCKET}",
+        # The path is what QEMU connects to, whatever the id says.
+        json.dumps({"driver": xml.DRIVER, "id": f"accel-{OTHER}", "socket": {"path": SOCKET}}),
+        f"{xml.DRIVER},id=accel-{UUID},socket.path=/elsewhere",
+    ],
+)
+def test_a_function_without_metadata_is_claimed_and_can_be_removed(device: str) -> None:
+    text = _with_device(device)
+    assert (xml.functions(text), xml.claimed(text)) == ([], [UUID])
+    assert meaning(xml.remove(text, UUID)) == meaning(READY)
+
+
+def test_what_stands_in_both_places_is_claimed_once() -> None:
+    assert xml.claimed(xml.add(READY, UUID, SOCKET)) == [UUID]
+
+
+@pytest.mark.parametrize(
+    "device", ["", "{", '{"driver":"vfio-user-pci","socket":[]}', f"edu,id=accel-{UUID}",
+               "vfio-user-pci,id=accel-------------------------------------,socket.path=/x"],
+)  # fmt: skip
+def test_other_devices_claim_no_function(device: str) -> None:
+    assert xml.claimed(_with_device(device)) == []
