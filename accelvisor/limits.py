@@ -54,6 +54,8 @@ class Limits:
     memory_bytes: int = 64 * GIB
     # Worker restarts within a minute before the holder gives up and answers all-ones.
     worker_restarts_per_minute: int = 30
+    # Workers that one message or command may cost before it is refused instead of tried again.
+    worker_deaths: int = 3
 
     # --- admin and control sockets ---------------------------------------------------------------
     admin_message_bytes: int = MIB

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 from accelvisor.abi.commands import COMPLETION, Flag, Opcode
 from accelvisor.abi.registers import (
@@ -37,6 +38,7 @@ from accelvisor.function.dma import DmaFault
 from accelvisor.function.objects import Contexts, Refused
 from accelvisor.function.pauses import Pauses, Waiting
 from accelvisor.function.state import State
+from accelvisor.limits import LIMITS
 
 log = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ class Frontend:
         self._contexts = contexts
         self._set_cause = set_cause
         self.lanes = [Lane(i, layout) for i in range(layout.queues)]
+        #: Queues whose command in progress a predecessor began.
+        self._inherited: set[int] = set()
 
     # --- the rings --------------------------------------------------------------------------------
 
@@ -253,6 +257,9 @@ class Frontend:
                 return 0, 0, 0
             if self._u32[lane.record] == _FAULTED and opcode != Opcode.QUERY:
                 return CommandStatus.CONTEXT_STOPPED, 0, 0
+            if self._inherited and lane.index in self._inherited:
+                self._inherited.discard(lane.index)
+                self._blame(lane.cursor)
             handler = self._commands.table.get(opcode)
             if handler is None:
                 raise Refused(CommandStatus.UNKNOWN_COMMAND, f"unknown command {opcode:#x}")
@@ -267,6 +274,22 @@ class Frontend:
             finished: Result = stop.value
             return finished
         return None
+
+    def _blame(self, cursor: int) -> None:
+        """Count one more worker that died over a command without bringing it further.
+
+        Raises:
+            Fault: DEVICE_ERROR, they were too many for chance.
+        """
+        u32, first = self._u32, (cursor + s.C_BINDINGS) * 4
+        reached = crc32(self._u8[first : (cursor + s.C_VALUE64) * 4])
+        if u32[cursor + s.C_REACHED] != reached:
+            u32[cursor + s.C_DEATHS] = 0
+            u32[cursor + s.C_REACHED] = reached
+        u32[cursor + s.C_DEATHS] += 1
+        if u32[cursor + s.C_DEATHS] >= LIMITS.worker_deaths:
+            deaths = u32[cursor + s.C_DEATHS]
+            raise Fault(CommandStatus.DEVICE_ERROR, f"{deaths} workers died over the command")
 
     def _refuse(self, lane: Lane, entry: bytes, status: CommandStatus, text: str) -> None:
         self._state.count("refusals")
@@ -409,6 +432,8 @@ class Frontend:
                 result = self._commands.recover(lane.where, opcode, entry)
                 if result is not None:
                     self._finish(lane, *result)
+                else:
+                    self._inherited.add(lane.index)
             elif phase == s.PHASE_IDLE:
                 self._idle(lane)
                 self._move(lane, self._u32[lane.record + s.Q_DONE])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -21,12 +22,15 @@ from accelvisor.abi.commands import COMPLETION, Memory, Query
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot, encode
 from accelvisor.abi.registers import COMMAND_BYTES, CQ_TAIL, SQ_HEAD, SQ_TAIL
+from accelvisor.abi.status import CommandStatus
+from accelvisor.function import frontend
 from accelvisor.function import state as s
 from accelvisor.function.descriptors import Descriptors
 from accelvisor.function.device import Device
+from accelvisor.function.launch import Launcher
 from accelvisor.function.pauses import finish
 from accelvisor.function.state import STATE_BYTES, State
-from accelvisor.limits import MIB
+from accelvisor.limits import LIMITS, MIB
 from tests.function.harness import Path, make_spec, memfd, operation
 
 F32 = DType.FLOAT32
@@ -248,9 +252,10 @@ def test_one_death_anywhere_changes_nothing(unkilled: tuple[dict[str, Any], int]
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 7])
 def test_death_after_death_ends_the_same(
-    unkilled: tuple[dict[str, Any], int], stride: int
+    unkilled: tuple[dict[str, Any], int], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker lives a little longer than what taking over costs."""
+    monkeypatch.setattr(frontend, "LIMITS", replace(LIMITS, worker_deaths=1 << 30))
     expected, _ = unkilled
     machine = Machine(*script())
     life = 1
@@ -264,6 +269,51 @@ def test_death_after_death_ends_the_same(
             life = life + stride if life < 60 else 5
     assert deaths > 5
     compare(machine, expected, f"{deaths} deaths")
+    machine.close()
+
+
+def test_a_command_that_kills_every_worker_ends_as_a_fault_of_its_context(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def die(*_: Any) -> None:
+        raise Died
+
+    machine = Machine(*script())
+    monkeypatch.setattr(Launcher, "run", die)
+    for _ in range(LIMITS.worker_deaths):
+        with pytest.raises(Died):
+            machine.live(Life(-1))
+    machine.live(Life(-1))
+    done = machine.outcome()["completions"]
+    at = next(n for n, entry in enumerate(done) if entry[0] == 9)
+    assert done[at][1] == CommandStatus.DEVICE_ERROR
+    assert not any(entry[1] for entry in done[:at] if entry[0] != 4)
+    assert done[at + 1][1] == CommandStatus.CONTEXT_STOPPED
+    machine.close()
+
+
+def test_a_command_that_comes_further_with_each_worker_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner = Launcher.run
+
+    def one_tile(self: Any, launch: Any, cursor: int, *rest: Any) -> Iterator[Any]:
+        for n, pause in enumerate(inner(self, launch, cursor, *rest)):
+            if n == 1:
+                raise Died
+            yield pause
+
+    machine = Machine(*script())
+    monkeypatch.setattr(Launcher, "run", one_tile)
+    deaths = 0
+    while True:
+        try:
+            machine.live(Life(-1))
+            break
+        except Died:
+            deaths += 1
+    assert deaths > LIMITS.worker_deaths
+    assert {entry[0] for entry in machine.outcome()["completions"] if entry[1]} == {4, 12}
     machine.close()
 
 
