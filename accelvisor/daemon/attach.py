@@ -102,4 +102,6 @@ def _request(
             hint="leave out --live, or start it first",
         )
     socket = str(functions.world.paths.function(uuid).vfio_socket)
-    return AttachRequest(target.name, uuid, socket, bool(live), bool(persistent))
+    window = functions.registry.find(uuid).window_bytes
+    # By UUID: another domain may get this name while this one's turn comes.
+    return AttachRequest(target.uuid, uuid, socket, bool(live), bool(persistent), window)

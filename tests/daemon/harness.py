@@ -141,7 +141,7 @@ class FakeDomains:
         if request.persistent:
             stored = (*stored, request.function)
         self._change(
-            request.domain,
+            found.name,
             DomainEventKind.DEFINED,
             live_functions=live,
             persistent_functions=stored,
@@ -157,7 +157,7 @@ class FakeDomains:
             return tuple(item for item in items if not (gone and item == request.function))
 
         self._change(
-            request.domain,
+            found.name,
             DomainEventKind.DEFINED,
             live_functions=without(found.live_functions, request.live),
             persistent_functions=without(found.persistent_functions, request.persistent),
