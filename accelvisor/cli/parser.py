@@ -189,7 +189,12 @@ def _define(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--xml", metavar="FILE", help="take this definition (- for standard input)")
     verb.add_argument("--memory", type=size, default=1 << 30, help="default: 1GiB")
     verb.add_argument("--vcpus", type=int, help="default: 1")
-    verb.add_argument("--disk", metavar="IMAGE", action="append", help="qcow2 or raw; repeatable")
+    verb.add_argument(
+        "--disk",
+        metavar="IMAGE[,readonly]",
+        action="append",
+        help="qcow2 or raw; read-only ones can be shared; repeatable",
+    )
     verb.add_argument("--kernel", metavar="FILE", help="boot this kernel directly")
     verb.add_argument("--initrd", metavar="FILE")
     verb.add_argument("--cmdline", metavar="TEXT", help="of the kernel")

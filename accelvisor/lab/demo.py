@@ -18,7 +18,8 @@ import numpy as np
 
 from accelvisor.embedded import report
 from accelvisor.errors import AccelvisorError
-from accelvisor.lab.domain import DomainSpec
+from accelvisor.lab.container import GUEST_IMAGES
+from accelvisor.lab.domain import KERNEL_ARGUMENTS
 from accelvisor.lab.guest import Guest
 from accelvisor.lab.host import LabHost
 from accelvisor.lab.laboratory import Laboratory
@@ -113,8 +114,16 @@ class Demonstration:
 
     def _boot(self) -> tuple[Guest, float]:
         with self._progress.step("defining a VM and giving it the function"):
-            self._host.push(DomainSpec(_VM, memory_mib=384).xml().encode(), f"{_ON_HOST}/vm.xml")
-            self._accelctl("vm", "define", "--xml", f"{_ON_HOST}/vm.xml")
+            self._accelctl(
+                "vm", "define", _VM,
+                "--memory", "384MiB",
+                "--kernel", f"{GUEST_IMAGES}/vmlinuz",
+                "--initrd", f"{GUEST_IMAGES}/initrd.img",
+                "--cmdline", f"{KERNEL_ARGUMENTS} hostname={_VM}",
+                "--disk", f"{GUEST_IMAGES}/base.squashfs,readonly",
+                "--disk", f"{GUEST_IMAGES}/layer.squashfs,readonly",
+                "--console-log", f"/var/log/libvirt/qemu/{_VM}-console.log",
+            )  # fmt: skip
             self._accelctl("attach", _FUNCTION, _VM, "--persistent")
         with self._progress.step("booting the VM"):
             began = time.monotonic()
