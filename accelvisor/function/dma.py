@@ -285,6 +285,17 @@ class AddressMap:
         """
         return list(self._walk(address, count, needed))
 
+    def single(self, address: int, count: int, needed: int) -> Piece | None:
+        """The piece that is all of the range, when one map with a file allows and covers it."""
+        at = bisect_right(self._starts, address) - 1
+        if at < 0 or not count:
+            return None
+        start, size, offset, flags, slot, _ = self._maps[at]
+        inside = address - start
+        if slot < 0 or flags & needed != needed or inside + count > size:
+            return None
+        return Piece(address, count, slot, offset + inside)
+
     def covered(self, address: int, count: int, needed: int, most: int) -> tuple[int, int]:
         """(bytes, maps) at the start of a range that ``most`` maps cover. Raises as ``pieces``."""
         done = walked = 0
@@ -374,32 +385,36 @@ class Dma:
 
     def read(self, address: int, target: memoryview) -> Pauses[None]:
         """VM RAM -> ``target``. What lies in files is there without a pause. Raises DmaFault."""
-        if self._read_files(address, target):
+        if self.read_files(address, target):
             return
         chunk = LIMITS.vfio_dma_chunk_bytes
         for at in range(0, len(target), chunk):
             part = target[at : at + chunk]
-            if not self._read_files(address + at, part):
+            if not self.read_files(address + at, part):
                 part[:] = yield from self._remote.read(address + at, len(part))
 
     def write(self, address: int, source: memoryview) -> Pauses[None]:
         """``source`` -> VM RAM. What lies in files is there without a pause. Raises DmaFault."""
-        if self._write_files(address, source):
+        if self.write_files(address, source):
             return
         chunk = LIMITS.vfio_dma_chunk_bytes
         for at in range(0, len(source), chunk):
             part = source[at : at + chunk]
-            if not self._write_files(address + at, part):
+            if not self.write_files(address + at, part):
                 # Marked before as well: a write whose command is aborted meanwhile still happens.
                 self._wrote(address + at, len(part))
                 yield from self._remote.write(address + at, bytes(part))
                 self._wrote(address + at, len(part))
 
-    def _read_files(self, address: int, target: memoryview) -> bool:
-        """False when a part of the range has no file."""
+    def read_files(self, address: int, target: memoryview) -> bool:
+        """As ``read``, without a pause; False, and nothing moved, when a part has no file."""
         self._master()
         at = 0
         with self._lock:
+            one = self._maps.single(address, len(target), READABLE)
+            if one is not None:
+                self._files[one.slot].read_into(one.offset, target)
+                return True
             pieces = self._maps.pieces(address, len(target), READABLE)
             if any(piece.slot < 0 for piece in pieces):
                 return False
@@ -409,11 +424,16 @@ class Dma:
                 at += piece.nbytes
         return True
 
-    def _write_files(self, address: int, source: memoryview) -> bool:
-        """False when a part of the range has no file."""
+    def write_files(self, address: int, source: memoryview) -> bool:
+        """As ``write``, without a pause; False, and nothing moved, when a part has no file."""
         self._master()
         at = 0
         with self._lock:
+            one = self._maps.single(address, len(source), WRITABLE)
+            if one is not None:
+                self._files[one.slot].write_from(one.offset, source)
+                self._wrote(address, one.nbytes)
+                return True
             pieces = self._maps.pieces(address, len(source), WRITABLE)
             if any(piece.slot < 0 for piece in pieces):
                 return False

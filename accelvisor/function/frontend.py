@@ -229,14 +229,16 @@ class Frontend:
         self._u32[lane.cursor + s.C_INDEX] = self._u32[lane.record + s.Q_DONE]
         self._u32[lane.cursor + s.C_PHASE] = s.PHASE_RUNNING
         self._u64[_COMMANDS] += 1
-        self._advance(lane)
+        self._run(lane, entry)
 
     def _advance(self, lane: Lane) -> None:
         """Start, continue or publish the command in the cursor."""
         if self._u32[lane.cursor + s.C_PHASE] == s.PHASE_RESULT:
             self._publish(lane)
-            return
-        entry = bytes(self._u8[lane.cursor * 4 : lane.cursor * 4 + COMMAND_BYTES])
+        else:
+            self._run(lane, bytes(self._u8[lane.cursor * 4 : lane.cursor * 4 + COMMAND_BYTES]))
+
+    def _run(self, lane: Lane, entry: bytes) -> None:
         opcode = entry[0] | entry[1] << 8
         try:
             result = self._step(lane, opcode, entry)
