@@ -23,7 +23,13 @@ from accelvisor.vfio_user.dirty import DirtyLog
 from accelvisor.vfio_user.features import Features
 from accelvisor.vfio_user.migration import MigrationMachine
 from accelvisor.vfio_user.model import Refusal
-from accelvisor.vfio_user.protocol import Feature, FeatureFlag, MigrationFlag, MigState
+from accelvisor.vfio_user.protocol import (
+    PAGE_BYTES,
+    Feature,
+    FeatureFlag,
+    MigrationFlag,
+    MigState,
+)
 
 if TYPE_CHECKING:
     from accelvisor.function.device import Device
@@ -49,9 +55,14 @@ class Migration:
         known = state.u32[s.R_MIGRATION]
         if known == 0 and not state.u32[s.N_FAILED]:
             known = state.u32[s.R_MIGRATION] = int(MigState.RUNNING)
-        if known == MigState.RESUMING:
-            # What was received lay in the predecessor's memory.
+        if known == MigState.RESUMING or state.u32[s.N_LOADING]:
+            # What was received lay in the predecessor's memory, or was put in place by half.
             known = self._store(MigState.ERROR)
+        # A predecessor may have died between the state and the freeze that goes with it.
+        if known in _RUNNING:
+            state.u32[s.R_FREEZE] &= ~s.FREEZE_MIGRATION
+        else:
+            state.u32[s.R_FREEZE] |= s.FREEZE_MIGRATION
         self.machine = MigrationMachine(self._arc, self._rollback, MigState(known))
         self.dirty = DirtyLog()
         supported = MigrationFlag.STOP_COPY | MigrationFlag.P2P
@@ -64,12 +75,18 @@ class Migration:
         """The device wrote to client memory."""
         self.dirty.mark(address, count)
 
+    def doubt(self, address: int, count: int) -> None:
+        """Take a range for dirty that a report is about to cover: what was known of it is lost."""
+        if count <= LIMITS.vfio_transfer_bytes * 8 * PAGE_BYTES:  # no larger report is answered
+            self.dirty.mark(address, count)
+
     def reset(self) -> None:
         """A device reset leads to RUNNING from every state."""
         self.machine.reset()
         self._loading = None
         self.dirty.stop()
         self._device.state.u32[s.N_LOGGING] = 0
+        self._device.state.u32[s.N_LOADING] = 0
         self._store(MigState.RUNNING)
         self._device.engine.thaw(s.FREEZE_MIGRATION)
 
@@ -230,8 +247,6 @@ class _Loader:
         self._section = bytearray(_STATE_BYTES)
         self._seen_header = False
         self._ended = False
-        # What the stream does not mention is zero.
-        device.objects.destroy_all()
 
     def feed(self, data: bytes) -> None:
         """Raises StateError."""
@@ -243,6 +258,9 @@ class _Loader:
                 raise _damaged("it is of another version, or of a function of another size")
             del self._pending[: _HEADER.size]
             self._seen_header = True
+            # What the stream does not mention is zero.
+            self._device.objects.destroy_all()
+            self._device.clear_window()
         while len(self._pending) >= _CHUNK.size:
             area, zero, offset, count = _CHUNK.unpack_from(self._pending)
             if self._ended or zero or count > _MOST or area not in (1, 2, 3, 4):
@@ -277,12 +295,17 @@ class _Loader:
         except StateError as error:
             raise Refusal(errno.EINVAL, error.message, where="migration") from error
         u8, u32 = device.state.u8, device.state.u32
-        kept = u32[s.R_MIGRATION], u32[s.R_FREEZE], u32[s.R_EPOCH]
+        words = memoryview(self._section).cast("I")
+        base = s.PCI_AT // 4
+        for kept in (s.R_MIGRATION, s.R_FREEZE, s.R_RESETTING):
+            words[kept - base] = u32[kept]
+        epoch = max(u32[s.R_EPOCH], words[s.R_EPOCH - base]) + 1 & 0xFFFF_FFFF
+        words[s.R_EPOCH - base] = epoch
+        u32[s.N_LOADING] = 1
         u8[s.PCI_AT : s.DIGEST_END] = self._section
-        u32[s.R_MIGRATION], u32[s.R_FREEZE] = kept[0], kept[1]
-        u32[s.R_EPOCH] = max(kept[2], u32[s.R_EPOCH]) + 1 & 0xFFFF_FFFF
         device.reload()
         device.interrupts.set_cause(Interrupt.MOVED)
+        u32[s.N_LOADING] = 0
 
 
 def _header(device: Device) -> bytes:

@@ -6,12 +6,23 @@ numbers become offsets. So everything that is used as an index or an address is 
 
 from __future__ import annotations
 
+from accelvisor.abi.commands import Opcode
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.registers import PAGE, QueueStatus
 from accelvisor.errors import StateError
 from accelvisor.function import state as s
 from accelvisor.function.objects import PROGRAM, RECORD, TENSOR
 from accelvisor.function.spec import Spec
+
+#: What a command's intent can name at most.
+_INTENTS: dict[int, int] = {
+    Opcode.CONTEXT_OPEN: s.CONTEXTS,
+    Opcode.CONTEXT_CLOSE: s.CONTEXTS,
+    Opcode.TENSOR_CREATE: s.OBJECTS,
+    Opcode.TENSOR_DESTROY: s.OBJECTS,
+    Opcode.PROGRAM_LOAD: s.OBJECTS,
+    Opcode.PROGRAM_UNLOAD: s.OBJECTS,
+}
 
 
 def check_state(section: bytes | bytearray | memoryview, spec: Spec) -> None:
@@ -70,7 +81,9 @@ def _check_queue(
         raise _bad(f"queue {queue} claims context {context - 1}")
     if words[record + s.Q_CLOSING] > 2 or words[cursor + s.C_PHASE] > s.PHASE_RESULT:
         raise _bad(f"queue {queue} is in an unknown phase")
-    if words[cursor + s.C_BINDINGS] > s.SLOTS + 1 or words[cursor + s.C_INTENT] > s.OBJECTS:
+    intent = words[cursor + s.C_INTENT]
+    most = _INTENTS.get(words[cursor + s.C_ENTRY] & 0xFFFF, 0)
+    if words[cursor + s.C_BINDINGS] > s.SLOTS + 1 or intent > most:
         raise _bad(f"the cursor of queue {queue} is out of range")
     at = cursor + s.C_SCRATCH64
     address, size = (words[at + n] | words[at + n + 1] << 32 for n in (0, 2))

@@ -31,6 +31,7 @@ from accelvisor.function.launch import Launcher
 from accelvisor.function.pauses import finish
 from accelvisor.function.state import STATE_BYTES, State
 from accelvisor.limits import LIMITS, MIB
+from accelvisor.vfio_user.protocol import MigState
 from tests.function.harness import Path, make_spec, memfd, operation
 
 F32 = DType.FLOAT32
@@ -355,3 +356,50 @@ def test_death_in_a_reset_or_a_disable_leaves_nothing_behind(what: str) -> None:
         if not died:
             assert at > 10
             return
+
+
+@pytest.mark.parametrize(
+    "targets", [(MigState.STOP, MigState.RUNNING), (MigState.STOP_COPY, MigState.RUNNING_P2P)]
+)
+def test_death_in_a_migration_arc_leaves_state_and_freeze_together(
+    targets: tuple[MigState, ...],
+) -> None:
+    machine = Machine(*script())
+    deaths = 0
+
+    def request(life: Life, target: MigState) -> None:
+        device = machine.worker(life)
+        words = device.state.u32
+
+        def freeze(bit: int, _: float) -> None:  # as the engine's, whose thread is not there
+            words[s.R_FREEZE] = words[s.R_FREEZE] | bit
+
+        device.engine.freeze = freeze  # type: ignore[method-assign]
+        try:
+            device.migration.machine.request(target)
+        finally:
+            for fd in device.descriptors.fds.values():
+                os.close(fd)
+
+    for target in (*targets, MigState.RUNNING):
+        at, died = 0, True
+        while died:
+            at += 1
+            start = bytes(State(machine.fds[0]).u8[s.PCI_AT : s.DMA_AT])
+            try:
+                request(Life(at), target)
+                died = False
+            except Died:
+                deaths += 1
+            worker = machine.worker(Life(-1))
+            state = worker.state.u32
+            for fd in worker.descriptors.fds.values():
+                os.close(fd)
+            frozen = bool(state[s.R_FREEZE] & s.FREEZE_MIGRATION)
+            assert frozen is (state[s.R_MIGRATION] != MigState.RUNNING), (target, at)
+            request(Life(-1), target)
+            assert state[s.R_MIGRATION] == target
+            if died:  # once more from the beginning, one store later
+                State(machine.fds[0]).u8[s.PCI_AT : s.DMA_AT] = start
+    assert deaths > 6
+    machine.close()

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
 from accelvisor.abi import commands as abi
+from accelvisor.abi.commands import Opcode
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot
 from accelvisor.abi.registers import Interrupt, QueueReg, QueueStatus, Reg
@@ -197,6 +199,104 @@ def test_data_verbs_outside_their_states_are_refused(local: Local) -> None:
         local.device.migration_write(b"x")
 
 
+# --- workers that die in an arc -------------------------------------------------------------------
+
+
+class Died(BaseException):
+    """The worker was killed here."""
+
+
+def test_a_worker_killed_between_a_state_and_its_freeze_leaves_both_or_none(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stayed frozen for ever, and said that it was RUNNING."""
+
+    def die(*_: object) -> None:
+        raise Died
+
+    ring = local.ring()
+    for target, verb in ((MigState.STOP, "_store"), (MigState.RUNNING, "thaw")):
+        with monkeypatch.context() as patch:
+            owner = local.device.migration if verb == "_store" else local.device.engine
+            patch.setattr(owner, verb, die)
+            with pytest.raises(Died):
+                go(local, target)
+        local.restart()
+        frozen = bool(local.state.u32[s.R_FREEZE] & s.FREEZE_MIGRATION)
+        assert frozen is (at(local) is not MigState.RUNNING)
+        go(local, target)  # the message again
+        assert at(local) is target
+    ring.words.release()
+    assert local.ring(1).do(abi.nop).status == 0
+
+
+class _Half:
+    """State bytes of which only a part of a large store happens before the worker dies."""
+
+    def __init__(self, inner: memoryview, limit: int) -> None:
+        self._inner = inner
+        self._limit = limit
+
+    def __getitem__(self, key: slice) -> memoryview:
+        return self._inner[key]
+
+    def __setitem__(self, key: slice, value: bytes) -> None:
+        if len(value) < s.DIGEST_END - s.PCI_AT:
+            self._inner[key] = value
+            return
+        self._inner[key.start : key.start + self._limit] = value[: self._limit]
+        raise Died
+
+
+@pytest.mark.parametrize(
+    "limit", [s.REGS_AT + 24 - s.PCI_AT, s.object_at(10) - s.PCI_AT, s.object_at(3) + 60 - s.PCI_AT]
+)
+def test_a_state_loaded_by_half_is_not_taken_for_a_whole_one(
+    pair: tuple[Local, Local], limit: int
+) -> None:
+    source, target = pair
+    ring = source.ring()
+    ring.open()
+    for n in range(20):
+        ring.tensor(np.full(1000, n, np.float32))
+    go(source, MigState.STOP_COPY)
+    go(target, MigState.RESUMING)
+    target.device.migration_write(saved(source))
+    state = target.device.state
+    state.u8 = _Half(state.u8, limit)  # type: ignore[assignment]
+    with pytest.raises(Died):
+        go(target, MigState.STOP)
+    target.restart()
+    assert at(target) is MigState.ERROR
+    with pytest.raises(Refusal):
+        go(target, MigState.STOP)
+    target.device.reset()
+    assert at(target) is MigState.RUNNING
+    assert target.ring().do(abi.nop).status == 0
+    assert not any(target.device.memory.view[: 20 * 4096])
+
+
+def test_what_a_stream_does_not_mention_is_zero(pair: tuple[Local, Local]) -> None:
+    source, target = pair
+    go(source, MigState.STOP_COPY)
+    staging = target.spec.layout.staging
+    target.window[staging + 5000] = 7
+    go(target, MigState.RESUMING)
+    target.device.migration_write(saved(source))
+    go(target, MigState.STOP)
+    assert target.window[staging + 5000] == 0
+
+
+def test_resuming_without_data_changes_nothing(local: Local) -> None:
+    ring = local.ring()
+    ring.open()
+    data = np.arange(1000, dtype=np.float32)
+    handle = ring.tensor(data)
+    go(local, MigState.RESUMING)
+    go(local, MigState.RUNNING)
+    assert np.array_equal(ring.read(handle, "float32", (1000,)), data)
+
+
 # --- dirty pages ----------------------------------------------------------------------------------
 
 
@@ -282,6 +382,7 @@ CONTEXT = s.CONTEXTS_AT - s.PCI_AT
         (CURSOR + 80, 0xFFFF_FFFF),  # intent
         (CURSOR + 112, 4096),  # scratch over the first object
         (CONTEXT, 77),  # queue
+        (CURSOR + 80, 1),  # an intent of a NOP
     ],
 )
 def test_an_impossible_record_is_refused(used: Local, offset: int, value: int) -> None:
@@ -289,6 +390,17 @@ def test_an_impossible_record_is_refused(used: Local, offset: int, value: int) -
     raw[offset : offset + 4] = value.to_bytes(4, "little")
     with pytest.raises(StateError):
         check_state(raw, used.spec)
+
+
+@pytest.mark.parametrize("opcode", [Opcode.CONTEXT_OPEN, Opcode.CONTEXT_CLOSE])
+def test_a_context_that_does_not_exist_is_no_intent(used: Local, opcode: Opcode) -> None:
+    """Its record would lie among the DMA maps."""
+    raw = section(used)
+    raw[CURSOR : CURSOR + 2] = opcode.to_bytes(2, "little")
+    for intent, good in ((s.CONTEXTS, True), (s.CONTEXTS + 1, False), (s.OBJECTS, False)):
+        raw[CURSOR + 80 : CURSOR + 84] = intent.to_bytes(4, "little")
+        with nullcontext() if good else pytest.raises(StateError):
+            check_state(raw, used.spec)
 
 
 def test_a_queue_that_does_not_exist_cannot_be_enabled_by_a_state(used: Local) -> None:
