@@ -260,8 +260,11 @@ class Function:
 
     def bury(self) -> None:
         """Destroy the tensors that were garbage-collected."""
-        while self.graveyard:
-            handle, generation = self.graveyard.popleft()
+        while True:
+            try:
+                handle, generation = self.graveyard.popleft()
+            except IndexError:  # empty, perhaps because another thread buried the last one
+                return
             if generation == self.generation:
                 cookie = self.queue.submit(commands.tensor_destroy(0, handle), self.timeout_s)
                 self.queue.abandon(cookie)

@@ -39,16 +39,23 @@ class Queue(Rings):
         self._control(QueueControl.DISABLE, QueueStatus.DISABLED, timeout_s)
         self._control(QueueControl.ENABLE, QueueStatus.ENABLED, timeout_s)
         with self._lock:
+            self._drain()
             self._forget()
             self._epoch = state.epoch
             self._reset_count = state.reset_count
             self._seen_transitions = self._registers.transitions
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Disable the queue; the device closes its context. Commands in flight are given up."""
+        """Disable the queue; the device closes its context. Commands in flight are given up, and
+        what was kept for them is released.
+
+        Raises:
+            ConflictError, DeviceInTransition: it could not be had, so they may still run.
+        """
         self._control(QueueControl.DISABLE, QueueStatus.DISABLED, timeout_s)
         with self._lock:
             self._dead = ConflictError("the queue is closed", code="queue-closed", where="queue")
+            self._drain()
 
     def release(self) -> None:
         """Let go of the window, so that the transport can unmap it."""
@@ -213,16 +220,24 @@ class Queue(Rings):
         return cookie in self._done
 
     def _make_room(self, timeout_s: float | None) -> None:
-        """Wait until a command may be added. Called with the lock held."""
+        """Wait until a command may be added. Called with the lock held, which others get while this
+        sleeps: what they wait for may be complete already.
+        """
         pause = Pauses(self, self._clock(), timeout_s)
-        self._kick()
         while True:
+            if self._dead is not None:
+                raise self._dead.with_traceback(None)
+            self._kick()
             self._reap()
             self._sq_head = self._words[self._sq_head_at]
             used = (self._tail - self._sq_head) & M32
             if len(self._flight) < self.depth and used < self._entries:
                 return
-            pause.once(locked=True)
+            self._lock.release()
+            try:
+                pause.once(locked=False)
+            finally:
+                self._lock.acquire()
 
     def _spin(self, cookie: int, end: float) -> bool:
         words, at, done = self._words, self._cq_tail_at, self._done

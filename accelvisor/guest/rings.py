@@ -134,19 +134,22 @@ class Rings:
         window, mask, cq = self._window, self._mask, self._cq
         flight, done = self._flight, self._done
         unpack = COMPLETION.unpack_from
+        fresh = [
+            unpack(window, cq + (at & mask) * COMPLETION.size) for at in range(head, head + count)
+        ]
+        if (words[self._cq_tail_at] - tail) & M32 > len(flight) - count:
+            # The index went back: the window was away while the entries were read, or still is.
+            return self._suspect("completion index", words[self._cq_tail_at])
         taken = 0
-        while head != tail:
-            raw = unpack(window, cq + (head & mask) * COMPLETION.size)
+        for raw in fresh:
             cookie = raw[0]
             if cookie not in flight:
-                self._commit(head)
-                return taken or self._suspect("completion", cookie)
+                break
             flight.discard(cookie)
             done[cookie] = raw
-            head = (head + 1) & M32
             taken += 1
-        self._commit(head)
-        return taken
+        self._commit((head + taken) & M32)
+        return taken or self._suspect("completion", fresh[0][0])
 
     def _commit(self, head: int) -> None:
         self._head = head
@@ -155,6 +158,15 @@ class Rings:
             for cookie in [c for c in self._held if c not in self._flight]:
                 for release, drop in self._held.pop(cookie):
                     self._let_go(cookie, release, drop)
+
+    def _drain(self) -> None:
+        """Release what was kept for commands in flight: the queue is disabled, so none runs."""
+        self._flight.clear()
+        self._adopt()
+        held, self._held = self._held, {}
+        for cookie, releases in held.items():
+            for release, drop in releases:
+                self._let_go(cookie, release, drop)
 
     def _adopt(self) -> None:
         """Take over what garbage collection and timed-out waiters left."""

@@ -138,27 +138,33 @@ class DmaPool:
         self._transport = transport
         self._keep = keep
         self._idle: list[DmaBuffer] = []
+        self._lock = threading.Lock()  # buffers come back from whichever thread reaps
+        self._closed = False
 
     def take(self, nbytes: int) -> DmaBuffer:
         """A buffer of at least ``nbytes``; its contents are whatever was there."""
-        fits = [b for b in self._idle if len(b.view) >= nbytes]
-        if fits:
-            best = min(fits, key=lambda b: len(b.view))
-            self._idle = [b for b in self._idle if b is not best]
-            return best
+        with self._lock:
+            fits = [i for i, b in enumerate(self._idle) if len(b.view) >= nbytes]
+            if fits:
+                return self._idle.pop(min(fits, key=lambda i: len(self._idle[i].view)))
         return self._transport.allocate_dma((nbytes + PAGE - 1) // PAGE * PAGE)
 
     def give(self, buffer: DmaBuffer) -> None:
         """Return a buffer that the device no longer uses."""
-        if len(self._idle) < self._keep:
-            self._idle.append(buffer)
-        else:
+        with self._lock:
+            kept = not self._closed and len(self._idle) < self._keep
+            if kept:
+                self._idle.append(buffer)
+        if not kept:
             buffer.release()
 
     def close(self) -> None:
-        """Release what is idle."""
-        while self._idle:
-            self._idle.pop().release()
+        """Release what is idle, and what comes back from now on."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for buffer in idle:
+            buffer.release()
 
 
 def pieces(buffer: DmaBuffer, offset: int, nbytes: int) -> list[tuple[int, int]]:

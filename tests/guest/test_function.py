@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,3 +217,14 @@ def test_an_absent_device_does_not_disturb_running_copies(
     for reads in (1, 5, 17):
         device.vanish(reads=reads)
         assert np.array_equal(tensor.numpy(), np.arange(100, dtype=np.float32))
+
+
+def test_two_threads_that_bury_the_same_dead_do_not_disturb_each_other(fn: Function) -> None:
+    class Emptied(deque[tuple[int, int]]):
+        """Another thread takes the last one between the look and the taking."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    fn.graveyard = Emptied()
+    fn.bury()

@@ -435,3 +435,92 @@ def test_garbage_collection_inside_the_queue_does_not_deadlock(device: FakeDevic
         del loop
         gc.collect()
     assert queue.call(NOP).status == 0
+
+
+def test_a_submitter_that_waits_for_room_does_not_keep_others_waiting(device: FakeDevice) -> None:
+    queue = make(device, depth=2)
+    done = queue.submit(NOP)
+    queue.poll()
+    device.late_ticks = 1 << 30
+    queue.submit(NOP)
+    queue.submit(NOP)
+    sleeping, woken = threading.Event(), threading.Event()
+
+    def sleep(seconds: float) -> None:
+        device.clock.now += seconds
+        sleeping.set()
+        woken.wait(20)
+        device.late_ticks = 0
+        device._late = [(0, *late[1:]) for late in device._late]
+        device.tick()
+
+    queue._sleep = sleep
+    submitter = threading.Thread(target=lambda: queue.submit(NOP))
+    submitter.start()
+    assert sleeping.wait(20)
+    assert queue._lock.acquire(timeout=5), "the sleeper holds the lock"
+    queue._lock.release()
+    assert queue.wait(done, timeout_s=0.1).cookie == done
+    woken.set()
+    submitter.join(20)
+    assert not submitter.is_alive()
+
+
+def test_what_timed_out_commands_held_comes_back_when_the_queue_starts_again(
+    device: FakeDevice,
+) -> None:
+    queue = make(device)
+    device.late_ticks = 1 << 30
+    released: list[int] = []
+    for _ in range(3):
+        cookie = queue.submit(NOP)
+        queue.abandon(cookie, lambda: released.append(1))
+    queue.poll()
+    with queue._lock:
+        queue._adopt()  # one way to be kept; the other is not to be adopted yet
+    queue.hold(queue.submit(NOP), lambda: released.append(2))
+    assert released == []
+    queue.start()
+    assert sorted(released) == [1, 1, 1, 2]
+
+
+def test_a_queue_that_cannot_be_stopped_keeps_what_its_commands_use(device: FakeDevice) -> None:
+    queue = make(device)
+    device.late_ticks = 1 << 30
+    released: list[int] = []
+    queue.abandon(queue.submit(NOP), lambda: released.append(1))
+    device.vanish(reads=1 << 30)
+    with pytest.raises(DeviceInTransition):
+        queue.stop()
+    assert released == []
+
+
+class Torn:
+    """The queue's words, with the window away between the first look at the index and the next."""
+
+    def __init__(self, queue: Queue, device: FakeDevice) -> None:
+        self.words, self.queue, self.device = queue._words, queue, device
+        self.looks = 0
+
+    def __getitem__(self, at: int) -> int:
+        value = self.words[at]
+        if at == self.queue._cq_tail_at and value:
+            self.looks += 1
+            entry = slice(self.queue._cq + 4, self.queue._cq + 32)
+            if self.looks == 2:  # the first was the spinning waiter's
+                self.kept = bytes(self.device.window[entry])
+                self.device.window[entry] = b"\xff" * 28
+            elif self.looks == 3:
+                self.device.window[entry] = self.kept
+                return 0xFFFFFFFF
+        return value
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self.words[at] = value
+
+
+def test_a_completion_read_while_the_window_went_away_is_read_again(device: FakeDevice) -> None:
+    queue = make(device)
+    cookie = queue.submit(NOP)
+    queue._words = Torn(queue, device)  # type: ignore[assignment]
+    assert queue.wait(cookie, timeout_s=5).status == 0

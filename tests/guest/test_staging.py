@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,3 +118,42 @@ def test_neighbouring_pages_are_one_piece(device: FakeDevice) -> None:
     buffer.segments = [(0x1000, 4096), (0x2000, 4096), (0x8000, 8192)]
     assert pieces(buffer, 100, 9000) == [(0x1064, 8092), (0x8000, 908)]
     assert segments_of(buffer) == buffer.segments
+
+
+def test_no_two_threads_hold_the_same_dma_buffer(device: FakeDevice) -> None:
+    pool = DmaPool(device)
+    inside = threading.Event()
+    may_go = threading.Event()
+
+    class Slow:
+        """A buffer whose size is asked for exactly while another thread takes one."""
+
+        def __init__(self) -> None:
+            self.asked = 0
+            self.bytes = memoryview(bytearray(4096))
+
+        @property
+        def view(self) -> memoryview:
+            self.asked += 1
+            if self.asked == 1:
+                inside.set()
+                may_go.wait(0.2)
+            return self.bytes
+
+    pool._idle.append(Slow())  # type: ignore[arg-type]
+    taken: list[object] = []
+    first = threading.Thread(target=lambda: taken.append(pool.take(100)))
+    first.start()
+    assert inside.wait(10)
+    taken.append(pool.take(100))
+    may_go.set()
+    first.join(10)
+    assert len({id(b) for b in taken}) == 2
+
+
+def test_a_buffer_that_comes_back_after_the_close_is_released(device: FakeDevice) -> None:
+    pool = DmaPool(device)
+    buffer = pool.take(4096)
+    pool.close()
+    pool.give(buffer)
+    assert buffer.released == 1  # type: ignore[attr-defined]
