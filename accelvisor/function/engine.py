@@ -61,6 +61,7 @@ class Engine:
         self._settled = threading.Condition()
         self._parked = False
         self._spin_s = _SPIN_MAX_S
+        self._rang = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, frontend: Frontend) -> None:
@@ -89,6 +90,12 @@ class Engine:
     def doorbell(self, queue: int) -> None:
         """A tail moved while NEED_WAKEUP was set."""
         self._state.count("doorbells")
+        self._rang = self._clock()
+        if self._frontend is not None:
+            # One doorbell is enough, however long it takes until the thread runs: or a guest that
+            # goes on submitting rings for each command. Before the event, or a sleep that begins
+            # in between would have no doorbell.
+            self._frontend.announce_sleep(self._frontend.lanes, False)
         self._event.set()
 
     def queue_control(self, queue: int, value: int) -> None:
@@ -260,8 +267,10 @@ class Engine:
             began = clock()
             waits = closing or any(lane.blocked is not None for lane in lanes)
             self._event.wait(_LOOK_S if waits else None)
-            # A doorbell that came at once would have been saved by a little more spinning.
-            self._spin_s = _SPIN_MAX_S if clock() - began < 2 * _SPIN_MAX_S else _SPIN_MIN_S
+            # A doorbell that came at once would have been saved by a little more spinning. When it
+            # was rung counts, not when this thread got a core again.
+            slept = (self._rang if self._rang >= began else clock()) - began
+            self._spin_s = _SPIN_MAX_S if slept < 2 * _SPIN_MAX_S else _SPIN_MIN_S
         frontend.announce_sleep(lanes, False)
 
 

@@ -13,7 +13,7 @@ import pytest
 from accelvisor.abi import commands as abi
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot, encode
-from accelvisor.abi.registers import QueueControl, QueueReg, QueueStatus, Reg
+from accelvisor.abi.registers import NEED_WAKEUP, QueueControl, QueueReg, QueueStatus, Reg
 from accelvisor.abi.status import CommandStatus
 from accelvisor.errors import DeadlineError
 from accelvisor.function import launch as launching
@@ -402,3 +402,18 @@ def test_a_cache_of_what_guests_upload_is_bounded_by_weight() -> None:
     assert (len(cache), cache.weight) == (1, 50)
     cache.put(101, "small", 1)
     assert cache.weight == 1
+
+
+# --- the doorbell ---------------------------------------------------------------------------------
+
+
+def test_one_doorbell_is_enough_until_the_engine_has_a_core_again(local: Local) -> None:
+    ring = local.ring()
+    engine = local.device.engine
+    engine.stop()  # as if its thread were waiting for a core
+    word = (ring.control + NEED_WAKEUP) // 4
+    ring.words[word] = 1
+    engine._event.clear()
+    local.write32(Reg.DOORBELL, 1)
+    assert ring.words[word] == 0
+    assert engine._event.is_set()
