@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 
 import pytest
 
@@ -80,9 +79,7 @@ def test_a_real_function_is_followed_and_ends(real: Harness) -> None:
                 while await real.state("nn0") != "ready":
                     await asyncio.sleep(0.01)
             await real.call("ResetFunction", function="nn0")
-            before = time.monotonic()
             await real.call("DeleteFunction", function="nn0")
-            assert time.monotonic() - before < 5
             assert await real.supervisor.pid(uuid) is None
 
     asyncio.run(scenario())

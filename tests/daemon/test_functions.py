@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import time
 import uuid
 
 import pytest
@@ -48,21 +47,6 @@ def test_the_spec_is_what_the_function_process_accepts(harness: Harness) -> None
             assert (spec.uuid, spec.cores, spec.queues) == (made["uuid"], 4, 16)
             assert spec.memory_bytes == made["memory_bytes"] == 256 * MIB
             assert spec.vfio_socket == made["socket"]
-
-    asyncio.run(scenario())
-
-
-def test_creating_is_fast(harness: Harness) -> None:
-    """The daemon's own share of the 300 ms from create to ready; the fake starts in ~30 ms."""
-
-    async def scenario() -> None:
-        async with harness.daemon():
-            times = []
-            for number in range(5):
-                before = time.perf_counter()
-                await harness.create(f"f{number}")
-                times.append(time.perf_counter() - before)
-            assert min(times) < 0.3, times
 
     asyncio.run(scenario())
 

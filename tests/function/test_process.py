@@ -18,6 +18,7 @@ from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot
 from accelvisor.abi.registers import MAGIC, QueueReg, QueueStatus, Reg
 from accelvisor.kernels.interpreter import execute
+from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.client import Client
 from tests.function.harness import (
     DEADLINE_S,
@@ -219,11 +220,17 @@ def test_a_reset_does_not_wait_for_a_dma_reply_that_will_not_come(guest: Guest) 
     handle = ring.ok(abi.tensor_create, DType.UINT8, (1000,))
     guest.client.dma_map(0x2_0000_0000, 0x1000)
     ring.post(abi.copy_in(1, handle, 0, abi.Memory(0, 0, 0x2_0000_0000, 1000, 0)))
+
+    def reset(client: Client) -> float:
+        began = time.monotonic()
+        client.reset()
+        return time.monotonic() - began
+
     ring.submit()
-    began = time.monotonic()
     with socket_of(guest) as silent:
-        silent.reset()
-    assert time.monotonic() - began < 3
+        took = reset(silent)
+    # Far from the time after which it is given up, given what a reset costs here and now.
+    assert took < LIMITS.vfio_reply_s / 2 + 20 * reset(guest.client)
     assert guest.read32(Reg.RESET_COUNT) > 0
 
 

@@ -153,7 +153,7 @@ def test_bytes_that_cannot_be_followed_end_the_connection(bench: Bench, head: by
     os.close(fd)
     with pytest.raises(ProtocolError):
         receive(bench.wire)
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_too_many_descriptors_end_the_connection_and_leak_none(bench: Bench) -> None:
@@ -164,7 +164,7 @@ def test_too_many_descriptors_end_the_connection_and_leak_none(bench: Bench) -> 
         os.close(fd)
     with pytest.raises(ProtocolError):
         receive(bench.wire)
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_the_end_of_the_stream_is_told(bench: Bench) -> None:

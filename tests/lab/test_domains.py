@@ -367,15 +367,19 @@ _TIME_HOOK = """\
 import subprocess, sys, time
 text = sys.stdin.buffer.read()
 command = ["/etc/libvirt/hooks/qemu.d/50-accelvisor", "plain", "prepare", "begin", "-"]
-def once():
+def once(words):
     began = time.perf_counter()
-    subprocess.run(command, input=text, check=True)
+    subprocess.run(words, input=text, check=True)
     return time.perf_counter() - began
-print(min(once() for _ in range(30)))
+# In turns, and the best of many: what else the machine does is not the hook's.
+bare = ["/usr/bin/python3", "-IS", "-c", "import os, signal"]
+both = [(once(command), once(bare)) for _ in range(30)]
+print(min(hook for hook, _ in both) / min(bare for _, bare in both))
 """
 
 
-def test_the_hook_costs_a_vm_without_a_function_less_than_50_ms(host: LabHost) -> None:
+def test_the_hook_costs_a_vm_without_a_function_little_more_than_an_interpreter(
+    host: LabHost,
+) -> None:
     said = host.run(["python3", "-c", _TIME_HOOK], input=DomainSpec("plain").xml())
-    # The best of many: what else the machine does is not the hook's.
-    assert float(said.stdout) < 0.050
+    assert float(said.stdout) < 3

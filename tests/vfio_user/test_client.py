@@ -364,10 +364,8 @@ def answering(make: Callable[[Message], bytes], fds: int = 0) -> Script:
 
 def test_server_that_hangs_is_given_up(tmp_path: Path) -> None:
     with fake(lambda s, r: None, timeout_s=0.1) as client:
-        begun = time.monotonic()
         with pytest.raises(DeadlineError) as error:
             client.read32(0, 0)
-        assert time.monotonic() - begun < 3
         assert error.value.code == "vfio-user-deadline"
         with pytest.raises(UnavailableError):
             client.read32(0, 0)
@@ -486,11 +484,9 @@ def test_server_that_only_asks_and_never_answers_is_given_up() -> None:
         except (OSError, ProtocolError):
             return
 
-    with fake(script, timeout_s=0.3) as client:
-        begun = time.monotonic()
-        with pytest.raises(DeadlineError):
-            client.reset()
-        assert time.monotonic() - begun < 5
+    # Were its deadline put off by each request, this would not end.
+    with fake(script, timeout_s=0.3) as client, pytest.raises(DeadlineError):
+        client.reset()
 
 
 def test_pump_without_a_request_returns_in_time() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -186,10 +185,9 @@ def test_interrupt_that_comes_from_another_thread(
     transport: ClientTransport, device: SampleDevice
 ) -> None:
     timer = threading.Timer(0.05, device.interrupt)
-    begun = time.monotonic()
     timer.start()
-    assert transport.wait_interrupt(10)
-    assert time.monotonic() - begun < 5
+    # False were it the deadline, not the interrupt, that ends the wait.
+    assert transport.wait_interrupt(60)
     timer.join()
 
 
