@@ -10,7 +10,9 @@ import resource
 
 from accelvisor.function.state import FD_SLOTS
 
+_PR_GET_DUMPABLE = 3
 _PR_SET_DUMPABLE = 4
+_PR_SET_NAME = 15
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT = 47
@@ -21,6 +23,18 @@ _LAST_CAPABILITY = 63
 _MAX_FDS = 4 * FD_SLOTS
 
 
+def conceal() -> None:
+    """No other process of this user may trace this one or its children, read their memory, or see
+    their files: functions share a user. For the holder before it forks; an exec would undo it.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def rename(name: str) -> None:
+    """What ps and top show."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
 def enter() -> dict[str, bool]:
     """Apply each measure that this host allows. Returns which are active."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -29,6 +43,7 @@ def enter() -> dict[str, bool]:
         "no_capabilities": _drop_capabilities(libc),
         "descriptor_limit": _limit(resource.RLIMIT_NOFILE, _MAX_FDS),
         "no_core_dump": _limit(resource.RLIMIT_CORE, 0),
+        "concealed": libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 0,
     }
 
 

@@ -12,11 +12,13 @@ import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from accelvisor.errors import ConfigError
 from accelvisor.function.channel import FORK, MESSAGE_BYTES, WARM, pack, unpack
+from accelvisor.function.sandbox import rename
 
 if TYPE_CHECKING:
     from accelvisor.function.spec import Spec
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 #: channel, control, state, window, memory, pipe out, pipe in
 _FIXED = 7
+_FORK_PAUSE_S = 0.25
 
 
 def run(link: socket.socket, spec: Spec | str) -> NoReturn:
@@ -32,7 +35,7 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
     """
     try:
         _close_others(link.fileno())
-        _name("av-zygote")
+        rename("av-zygote")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
@@ -54,9 +57,9 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
             kind, number = unpack(data[:MESSAGE_BYTES])
             if kind != FORK or len(fds) < _FIXED:
                 os._exit(1)
-            if os.fork() == 0:
+            if _fork() == 0:
                 link.close()
-                _name("av-worker")
+                rename("av-worker")
                 slots = array.array("I")
                 slots.frombytes(data[MESSAGE_BYTES:])
                 worker.main(spec, _inherited(number, fds, slots))
@@ -67,6 +70,18 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _fork() -> int:
+    """As os.fork. A host that has no room for another process now is given a moment, then the
+    holder's channel to the worker that was not made is closed, and it asks again.
+    """
+    try:
+        return os.fork()
+    except OSError as error:
+        print(f"cannot fork a worker: {error}", file=sys.stderr, flush=True)
+        time.sleep(_FORK_PAUSE_S)
+        return -1
 
 
 def _inherited(number: int, fds: list[int], slots: array.array[int]) -> Inherited:
@@ -97,12 +112,3 @@ def _close_others(keep: int) -> None:
     limit = os.sysconf("SC_OPEN_MAX")
     os.closerange(3, keep)
     os.closerange(keep + 1, min(limit, 65536))
-
-
-def _name(name: str) -> None:
-    """What ps and top show."""
-    try:
-        with open("/proc/self/comm", "w") as file:
-            file.write(name)
-    except OSError:
-        pass
