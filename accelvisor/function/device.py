@@ -21,7 +21,7 @@ from accelvisor.function.descriptors import Descriptors
 from accelvisor.function.dma import AddressMap, Dma
 from accelvisor.function.engine import Engine
 from accelvisor.function.frontend import Frontend
-from accelvisor.function.interrupts import Interrupts
+from accelvisor.function.interrupts import Interrupts, take_eventfd
 from accelvisor.function.launch import Codes, Launcher
 from accelvisor.function.migrate import Migration
 from accelvisor.function.objects import Contexts, Memory, Objects
@@ -69,6 +69,9 @@ class Device:
         self._window_map = mmap.mmap(window_fd, spec.window_bytes)
         self.window = memoryview(self._window_map)
         memory_map = mmap.mmap(memory_fd, spec.memory_bytes)
+        if state.u32[s.N_LOADING]:
+            # Half a loaded state is none: its records must not be believed. A reset leads on.
+            state.zero(s.QUEUES_AT, s.DIGEST_END - s.QUEUES_AT)
         starts = state.u64[s.W_STARTS]
         self.config = ConfigSpace(state, spec.window_bytes)
         self.interrupts = Interrupts(state)
@@ -166,9 +169,13 @@ class Device:
     def connected(self) -> None:
         """A new client: nothing of an earlier one may be left."""
         self.reset()
-        self._window_map.madvise(mmap.MADV_REMOVE, 0, self.spec.window_bytes)
+        self.clear_window()
         self.state.u32[s.R_MASK] = 0
         self.state.count("connections")
+
+    def clear_window(self) -> None:
+        """Zero the whole window, for all who map it."""
+        self._window_map.madvise(mmap.MADV_REMOVE, 0, self.spec.window_bytes)
 
     def disconnected(self) -> None:
         """The client is gone: stop working for it, and give its memory back."""
@@ -251,12 +258,15 @@ class Device:
         self, index: int, flags: int, start: int, count: int, data: bytes, fds: Sequence[int]
     ) -> None:
         slots = [self.incoming.pop(fd) for fd in fds]
+        events = all(take_eventfd(fd) for fd in fds)
         for fd in fds:
             os.close(fd)
         if index != PciIrq.MSI:
             raise Refusal(errno.EINVAL, f"interrupt index {index} is not there", where="irq")
         if not flags & IrqSet.ACTION_TRIGGER:
             raise Refusal(errno.ENOTTY, "a message-signalled vector has no mask here", where="irq")
+        if not events:
+            raise Refusal(errno.EINVAL, "a vector's descriptor is no eventfd", where="irq")
         if slots:
             self.state.u32[s.N_IRQ_SLOT] = slots[0] + 1
             self.interrupts.attach(self.descriptors.fds[slots[0]])
@@ -270,17 +280,19 @@ class Device:
         self.interrupts.attach(None)
         self.state.u32[s.N_IRQ_SLOT] = 0
 
-    def sweep(self) -> None:
-        """Let go of descriptors that neither a map nor the interrupt uses."""
+    def sweep(self, arriving: Sequence[int] = ()) -> None:
+        """Let go of descriptors that neither a map nor the interrupt uses, nor a message that is
+        still to come whole.
+        """
         irq = self.state.u32[s.N_IRQ_SLOT] - 1
-        busy = set(self.incoming.values())
+        busy = {*self.incoming.values(), *arriving}
         for slot in list(self.descriptors.fds):
             if slot != irq and slot not in busy and not self.maps.uses(slot):
                 self.descriptors.drop(slot)
 
     def reset(self) -> None:
-        self.migration.reset()
         self.function_reset()
+        self.migration.reset()
         self.config.reset()
 
     def device_feature(self, flags: int, feature: int, data: bytes) -> bytes:

@@ -19,11 +19,21 @@ from accelvisor.function.state import State
 _ONE = (1).to_bytes(8, "little")
 
 
-def _write_eventfd(fd: int) -> None:
+def take_eventfd(fd: int) -> bool:
+    """Whether a client's descriptor is an eventfd, which is made non-blocking: a write to anything
+    else may fail or wait.
+    """
     try:
-        os.write(fd, _ONE)
-    except BlockingIOError:
-        pass  # the counter is full: the guest's interrupt is pending more than once over
+        if os.readlink(f"/proc/self/fd/{fd}") != "anon_inode:[eventfd]":
+            return False
+        os.set_blocking(fd, False)
+    except OSError:
+        return False
+    return True
+
+
+def _write_eventfd(fd: int) -> None:
+    os.write(fd, _ONE)
 
 
 class Interrupts:
@@ -83,5 +93,11 @@ class Interrupts:
     def _raise(self) -> None:
         if self._fd is None:
             return  # the cause stays pending; attach() looks again
-        self._send(self._fd)
+        try:
+            self._send(self._fd)
+        except BlockingIOError:
+            pass  # the counter is full: the guest's interrupt is pending more than once over
+        except OSError:
+            self._fd = None  # a vector that cannot be signalled is as good as none
+            return
         self._state.count("interrupts")
