@@ -14,7 +14,8 @@ MESSAGE_BYTES = _MESSAGE.size
 KEEP = 1  # argument: slot; brings the descriptor
 DROP = 2  # argument: slot
 GONE = 3  # argument: number of the connection that ended
-READY = 4  # argument: the worker's pid
+HERE = 8  # argument: the worker's pid, before it does anything
+READY = 4  # it serves
 
 # holder to worker
 CONNECT = 5  # argument: number of the connection; brings the socket

@@ -6,6 +6,7 @@ import fcntl
 import grp
 import os
 import socket
+import sys
 
 from accelvisor.errors import SystemFailure
 
@@ -48,3 +49,15 @@ def listen(path: str, group: str = "") -> socket.socket:
     finally:
         os.umask(old)
     return sock
+
+
+def notify_ready() -> None:
+    """Tell the service manager, if there is one, that the function serves (sd_notify(3))."""
+    path = os.environ.get("NOTIFY_SOCKET", "")
+    if path:
+        address = "\0" + path[1:] if path.startswith("@") else path
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
+            try:
+                sock.sendto(b"READY=1", address)
+            except OSError as error:
+                print(f"cannot notify {path}: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ after start. All else, a new client's greeting included, is refused with ENODEV.
 from __future__ import annotations
 
 import errno
+import select
 import socket
 import struct
 
@@ -48,32 +49,52 @@ def reply_to(raw: bytes) -> bytes | None:
 
 
 class Answerer:
-    """Answers one connection after the last worker is gone, its unanswered message included."""
+    """Answers one connection after the last worker is gone, its unanswered message included.
+
+    Never waits: the holder has other work. What the client does not take is kept, and no further
+    message is read before it has. There is no successor to leave a journal to.
+    """
 
     def __init__(self, state_fd: int, connection: socket.socket, pipe: tuple[int, int]) -> None:
+        self._socket = connection
         self._wire = Wire(State(state_fd), connection, pipe, _drop, lambda _: state_fd)
+        self._out = b""
 
     def resume(self) -> bool:
         """Finish what the last worker left. False when the client is gone."""
         try:
-            message = self._wire.resume()
-            if message is not None:
-                self._wire.answer(reply_to(message))
+            self._out = self._wire.unsent()
+            self._reply(self._wire.resume())
         except (Disconnected, DataError):
-            self._wire.discard()
-            return False
-        return True
+            return self._end()
+        return self.answer()
+
+    @property
+    def events(self) -> int:
+        """What to poll the connection for."""
+        return select.POLLOUT if self._out else select.POLLIN
 
     def answer(self) -> bool:
-        """Answer the next message. False when the client is gone."""
+        """Send what is left, else answer the next message. False when the client is gone."""
         try:
-            message = self._wire.receive()
-            if message is not None:
-                self._wire.answer(reply_to(message))
-        except (Disconnected, DataError):
-            self._wire.discard()
-            return False
+            if not self._out:
+                self._reply(self._wire.receive())
+            if self._out:
+                self._out = self._out[self._socket.send(self._out, socket.MSG_DONTWAIT) :]
+        except BlockingIOError:
+            pass
+        except (OSError, Disconnected, DataError):
+            return self._end()
         return True
+
+    def _reply(self, message: bytes | None) -> None:
+        if message is not None:
+            self._out += reply_to(message) or b""
+            self._wire.answer(None)
+
+    def _end(self) -> bool:
+        self._wire.discard()
+        return False
 
 
 def _drop(fd: int) -> int:

@@ -20,17 +20,24 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from accelvisor.errors import ConflictError
 from accelvisor.function import channel as ch
 from accelvisor.function import zygote
-from accelvisor.function.endpoints import listen, memfd
+from accelvisor.function.endpoints import listen, memfd, notify_ready
 from accelvisor.function.giveup import Answerer
+from accelvisor.function.loop import Loop
 from accelvisor.function.requests import Requests
 from accelvisor.function.spec import Spec
-from accelvisor.function.state import STATE_BYTES
+from accelvisor.function.state import FD_SLOTS, STATE_BYTES
+from accelvisor.function.watchdog import LOOK_S, Watchdog
 from accelvisor.limits import LIMITS
+
+_RETRY_S = 0.1
+#: A killed process is gone in milliseconds; a host in trouble may take longer.
+_END_S = 2.0
 
 
 class Holder:
@@ -39,12 +46,12 @@ class Holder:
     def __init__(self, spec: Spec, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec = spec
         self._clock = clock
-        self._poll = select.poll()
-        self._calls: dict[int, Callable[[], None]] = {}
+        self._loop = Loop(clock)
         self._kept: dict[int, int] = {}
         self._connection: socket.socket | None = None
         self._number = 0
         self._worker: socket.socket | None = None
+        self._pid = 0  # the worker's, before it serves
         self._worker_pid = 0
         self._zygote: socket.socket | None = None
         self._zygote_pid = 0
@@ -56,6 +63,7 @@ class Holder:
         self._died_at = 0.0
         self._ready = False
         self._gave_up = ""
+        self._for_good = False
         self._answerer: Answerer | None = None
         self._running = True
 
@@ -79,12 +87,8 @@ class Holder:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._stop())
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        self._watch(wake, lambda: self._reap(wake))
-        self._memfds = (
-            memfd("state", STATE_BYTES),
-            memfd("window", spec.window_bytes),
-            memfd("memory", spec.memory_bytes),
-        )
+        self._loop.watch(wake, lambda: self._reap(wake))
+        self._make_memory()
         self._pipe = os.pipe2(os.O_CLOEXEC)
         self._control = listen(spec.control_socket)
         self._vfio = listen(spec.vfio_socket, spec.socket_group)
@@ -96,18 +100,23 @@ class Holder:
                 "give-up": self._asked_to_give_up,
                 "shutdown": self._shutdown,
             },
-            self._watch,
-            self._forget,
+            self._loop.watch,
+            self._loop.forget,
         )
-        self._watch(self._vfio.fileno(), self._accept_client)
+        self._loop.watch(self._vfio.fileno(), self._accept_client)
         try:
-            while self._running:
-                for fd, _ in self._poll.poll():
-                    call = self._calls.get(fd)
-                    if call is not None:
-                        call()
+            self._loop.run()
         finally:
             self._end()
+
+    def _make_memory(self) -> None:
+        spec = self._spec
+        self._memfds = (
+            memfd("state", STATE_BYTES),
+            memfd("window", spec.window_bytes),
+            memfd("memory", spec.memory_bytes),
+        )
+        self._watchdog = Watchdog(self._memfds[0])
 
     def _refuse_second(self) -> None:
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -122,9 +131,8 @@ class Holder:
         )  # fmt: skip
 
     def _end(self) -> None:
-        for pid in (self._worker_pid, self._zygote_pid):
-            if pid:
-                _kill(pid)
+        for pid in (self._pid, self._zygote_pid):
+            _kill(pid)
         for path in (
             self._spec.vfio_socket, self._spec.control_socket, self._spec.holder_socket,
         ):  # fmt: skip
@@ -135,14 +143,7 @@ class Holder:
 
     def _stop(self) -> None:
         self._running = False
-
-    def _watch(self, fd: int, call: Callable[[], None]) -> None:
-        self._calls[fd] = call
-        self._poll.register(fd, select.POLLIN)
-
-    def _forget(self, fd: int) -> None:
-        if self._calls.pop(fd, None) is not None:
-            self._poll.unregister(fd)
+        self._loop.stop()
 
     def _reap(self, wake: int) -> None:
         try:
@@ -167,7 +168,7 @@ class Holder:
     def _adopt_zygote(self, link: socket.socket, pid: int) -> None:
         link.setblocking(False)
         self._zygote, self._zygote_pid, self._warm = link, pid, False
-        self._watch(link.fileno(), self._from_zygote)
+        self._loop.watch(link.fileno(), self._from_zygote)
 
     def _from_zygote(self) -> None:
         link = self._zygote
@@ -183,7 +184,7 @@ class Holder:
                 self._start_worker()
             return
         # It died. A worker that lives goes on; the next one needs a new zygote.
-        self._forget(link.fileno())
+        self._loop.forget(link.fileno())
         link.close()
         self._zygote, self._zygote_pid = None, 0
         if self._spend():
@@ -213,14 +214,20 @@ class Holder:
         message = ch.pack(ch.FORK, number) + slots.tobytes()
         try:
             socket.send_fds(self._zygote, [message], fds)
-        except OSError:
-            ours.close()  # the zygote's end is noticed by its own socket
+        except OSError as error:
+            print(f"cannot ask for a worker: {error}", file=sys.stderr, flush=True)
+            ours.close()
+            self._loop.later(self._try_again, _RETRY_S)
             return
         finally:
             theirs.close()
         ours.setblocking(False)
         self._worker = ours
-        self._watch(ours.fileno(), self._from_worker)
+        self._loop.watch(ours.fileno(), self._from_worker)
+
+    def _try_again(self) -> None:
+        if self._worker is None and self._spend():
+            self._start_worker()
 
     def _from_worker(self) -> None:
         link = self._worker
@@ -233,25 +240,29 @@ class Holder:
         kind, argument = ch.unpack(data)
         if not data:
             self._worker_died(link)
-        elif kind == ch.KEEP and len(fds) == 1:
+        elif kind == ch.KEEP and len(fds) == 1 and argument < FD_SLOTS:
             self._drop(argument)
             self._kept[argument] = fds.pop()
         elif kind == ch.DROP:
             self._drop(argument)
         elif kind == ch.GONE and argument == self._number:
             self._disconnect()
+        elif kind == ch.HERE:
+            self._pid = argument
         elif kind == ch.READY:
-            self._worker_pid = argument
+            self._worker_pid = self._pid
             if self._died_at:
                 self._gap_ms = (self._clock() - self._died_at) * 1000
-            self._announce()
+            if not self._ready:
+                self._ready = True
+                notify_ready()
         for fd in fds:
             os.close(fd)
 
     def _worker_died(self, link: socket.socket) -> None:
-        self._forget(link.fileno())
+        self._loop.forget(link.fileno())
         link.close()
-        self._worker, self._worker_pid = None, 0
+        self._worker, self._worker_pid, self._pid = None, 0, 0
         self._died_at = self._clock()
         if self._running and not self._gave_up and self._spend():
             self._restarts += 1
@@ -262,19 +273,6 @@ class Holder:
         if fd is not None:
             os.close(fd)
 
-    def _announce(self) -> None:
-        if self._ready:
-            return
-        self._ready = True
-        path = os.environ.get("NOTIFY_SOCKET", "")
-        if path:
-            address = "\0" + path[1:] if path.startswith("@") else path
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
-                try:
-                    sock.sendto(b"READY=1", address)
-                except OSError as error:
-                    print(f"cannot notify {path}: {error}", file=sys.stderr)
-
     # --- the client -------------------------------------------------------------------------------
 
     def _accept_client(self) -> None:
@@ -282,26 +280,53 @@ class Holder:
             self._connection, _ = self._vfio.accept()
         except OSError:
             return
-        self._forget(self._vfio.fileno())  # one client at a time; the next waits in the backlog
+        # One client at a time; the next waits in the backlog.
+        self._loop.forget(self._vfio.fileno())
         self._number += 1
-        if self._gave_up:
+        self._starts.clear()
+        if self._gave_up and self._for_good:
             self._take_over()
+            return
+        self._loop.watch(self._connection.fileno(), self._heard)
+        if self._gave_up:
+            self._begin_anew()
         elif self._worker is not None:
             try:
                 message = ch.pack(ch.CONNECT, self._number)
                 socket.send_fds(self._worker, [message], [self._connection.fileno()])
             except OSError:
-                pass  # it just died; its successor gets the connection when it is forked
+                # It is dead or takes no message: its successor is forked with the connection.
+                _kill(self._pid)
+
+    def _heard(self) -> None:
+        """The client sent something after a quiet time: see to it that it is answered."""
+        if self._connection is not None:
+            self._loop.forget(self._connection.fileno())
+            self._loop.later(self._look, LOOK_S)
+
+    def _look(self) -> None:
+        if self._connection is None or self._gave_up:
+            return
+        now = self._clock()
+        stuck = self._watchdog.look(self._connection, self._number, self._restarts, now)
+        if stuck is None:
+            self._loop.watch(self._connection.fileno(), self._heard)
+            return
+        if stuck:
+            print("the worker does not answer: killed", file=sys.stderr, flush=True)
+            _kill(self._pid or self._zygote_pid)
+        self._loop.later(self._look, LOOK_S)
 
     def _disconnect(self) -> None:
         if self._connection is None:
             return
-        self._forget(self._connection.fileno())
+        self._loop.forget(self._connection.fileno())
         self._connection.close()
         self._connection = self._answerer = None
+        self._loop.never(self._look)
         for slot in list(self._kept):
             self._drop(slot)
-        self._watch(self._vfio.fileno(), self._accept_client)
+        self._loop.watch(self._vfio.fileno(), self._accept_client)
 
     # --- giving up --------------------------------------------------------------------------------
 
@@ -313,29 +338,46 @@ class Holder:
         print(f"function {self._spec.uuid}: gave up: {reason}", file=sys.stderr, flush=True)
         link = self._worker
         if link is not None:
-            if self._worker_pid:
-                _kill(self._worker_pid)
-            else:
-                link.shutdown(socket.SHUT_RDWR)  # it has not said who it is: it ends by itself
-            gone = select.poll()
-            gone.register(link, select.POLLIN)
-            while self._worker is link and gone.poll():
-                self._from_worker()  # until it is gone: two may not use one connection
+            # What is queued is still read. A worker that has not said who it is cannot say so any
+            # more, and ends by itself before it touches the connection.
+            link.shutdown(socket.SHUT_RDWR)
+            pid = 0
+            while self._worker is link:
+                self._from_worker()
+                pid = self._pid or pid
+            _end_of(pid)  # two may not use one connection
         if self._connection is not None:
+            self._loop.forget(self._connection.fileno())
             self._take_over()
+
+    def _begin_anew(self) -> None:
+        """A new client after giving up: nothing is kept of the state that may be to blame."""
+        for fd in self._memfds:
+            os.close(fd)
+        self._make_memory()
+        self._gave_up = ""
+        if self._zygote is None:
+            self._start_zygote()
+        elif self._worker is None:
+            self._start_worker()
 
     def _take_over(self) -> None:
         connection = self._connection
         if connection is None:
             return
         self._answerer = Answerer(self._memfds[0], connection, self._pipe)
-        self._watch(connection.fileno(), self._answer)
-        if not self._answerer.resume():
-            self._disconnect()
+        self._loop.watch(connection.fileno(), self._answer)
+        self._go_on(self._answerer, self._answerer.resume())
 
     def _answer(self) -> None:
-        if self._answerer is not None and not self._answerer.answer():
+        if self._answerer is not None:
+            self._go_on(self._answerer, self._answerer.answer())
+
+    def _go_on(self, answerer: Answerer, connected: bool) -> None:
+        if not connected or self._connection is None:
             self._disconnect()
+        else:
+            self._loop.watch(self._connection.fileno(), self._answer, answerer.events)
 
     # --- asked on holder.sock ------------------------------------------------------------------
 
@@ -363,6 +405,7 @@ class Holder:
         return {"worker_pid": pid}
 
     def _asked_to_give_up(self) -> dict[str, Any]:
+        self._for_good = True
         self._give_up("asked to")
         return {"gave_up": self._gave_up}
 
@@ -387,7 +430,21 @@ def _receive(link: socket.socket) -> tuple[bytes, list[int]] | None:
 
 
 def _kill(pid: int) -> None:
+    if pid:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _end_of(pid: int) -> None:
+    """Kill a process that is no child, and wait until it is gone."""
+    if not pid:
+        return
     try:
-        os.kill(pid, signal.SIGKILL)
+        process = os.pidfd_open(pid)
     except ProcessLookupError:
-        pass
+        return
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        select.select((process,), (), (), _END_S)
+    finally:
+        os.close(process)

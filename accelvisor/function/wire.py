@@ -46,6 +46,7 @@ _PIPE_BYTES = 32 * 1024
 
 _RX64 = s.RX_AT // 8  # consumed | recorded << 24 | descriptors << 48 | perhaps descriptors << 56
 _RX_SLOTS = s.RX_AT // 4 + 2
+_RX_DEATHS = s.RX_AT // 4 + 64
 _TX64 = s.TX_AT // 8  # total | flags, 0 when nothing is being sent
 _TXP64 = _TX64 + 1  # bytes sent before this chunk | bytes of the chunk that entered the pipe << 32
 _REPLY = 1 << 62  # the receive record is answered by this
@@ -229,6 +230,7 @@ class Wire:
     def send(self, data: bytes) -> None:
         """Send a message of our own (a DMA request). Raises Disconnected."""
         with self._lock:
+            self._complete()  # half a message of a predecessor's may be out already
             self._start(data, 0)
             self._pump(len(data))
             self._u64[_TX64] = 0
@@ -240,6 +242,8 @@ class Wire:
         self._u64[_TX64] = len(data) | flags
 
     def _forget(self) -> None:
+        if self._u32[_RX_DEATHS]:
+            self._u32[_RX_DEATHS] = 0
         self._u64[_RX64] = 0
 
     def _pump(self, total: int, sent: int = 0) -> None:
@@ -253,6 +257,16 @@ class Wire:
             self._splice(count)
             sent += count
             u64[_TXP64] = sent
+
+    def _complete(self) -> None:
+        """Bring to its end whatever a predecessor was sending."""
+        sending = self._u64[_TX64]
+        if sending:
+            if sending & _REPLY:
+                self._forget()
+            if not sending & _DIRECT:
+                self._finish(sending & _LOW)
+            self._u64[_TX64] = 0
 
     def _finish(self, total: int) -> None:
         """Send the rest of the record, from wherever a predecessor came to."""
@@ -292,13 +306,8 @@ class Wire:
             Disconnected: the client is gone.
         """
         u64 = self._u64
-        sending = u64[_TX64]
-        if sending:
-            if sending & _REPLY:
-                self._forget()
-            if not sending & _DIRECT:
-                self._finish(sending & _LOW)
-            u64[_TX64] = 0
+        with self._lock:
+            self._complete()
         word = u64[_RX64]
         have, recorded = word & _MESSAGE, word >> _RECORDED & _MESSAGE
         count, perhaps = word >> _FDS & 0xFF, word >> _PERHAPS
@@ -335,12 +344,48 @@ class Wire:
         except Disconnected:
             return b"", []
 
+    def unsent(self) -> bytes:
+        """What is still to be sent, taken out of record and pipe: for one that has no successor
+        and sends it by other means, before :meth:`resume`.
+        """
+        u64 = self._u64
+        sending = u64[_TX64]
+        if not sending:
+            return b""
+        if sending & _REPLY:
+            self._forget()
+        data = b""
+        if not sending & _DIRECT:
+            total = sending & _LOW
+            sent, count = u64[_TXP64] & _LOW, u64[_TXP64] >> 32
+            piped = self._piped()
+            if not count and piped:
+                count = min(_PIPE_BYTES, total - sent)
+            data = os.read(self._out, piped) if piped else b""
+            data += bytes(self._state.u8[s.TX_DATA_AT + sent + count : s.TX_DATA_AT + total])
+        u64[_TX64] = 0
+        return data
+
+    def deaths(self) -> int:
+        """Count one more worker that died over the current message; how many that are."""
+        self._u32[_RX_DEATHS] += 1
+        return int(self._u32[_RX_DEATHS])
+
     def discard(self) -> None:
         """Forget both records and empty the pipe: the connection is over."""
         self._forget()
         self._u64[_TX64] = 0
         while left := self._piped():
             os.read(self._out, left)
+
+
+def in_hand(state: State) -> int | None:
+    """The command of the message that is received whole and not answered; for an observer."""
+    have = state.u64[_RX64] & _MESSAGE
+    if have < HEADER_BYTES:
+        return None
+    _, command, size, _, _ = HEADER.unpack_from(state.u8, s.RX_DATA_AT)
+    return int(command) if have >= size else None
 
 
 def _descriptors(ancillary: Sequence[tuple[int, int, bytes]]) -> list[int]:

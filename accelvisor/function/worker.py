@@ -7,18 +7,21 @@ socket.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from accelvisor.errors import DataError
 from accelvisor.function import state as s
-from accelvisor.function.channel import CONNECT, GONE, MESSAGE_BYTES, READY, pack, unpack
+from accelvisor.function.channel import CONNECT, GONE, HERE, MESSAGE_BYTES, READY, pack, unpack
 from accelvisor.function.control import Control
 from accelvisor.function.descriptors import Descriptors, teller
 from accelvisor.function.device import Device
@@ -26,10 +29,12 @@ from accelvisor.function.sandbox import enter
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import State
 from accelvisor.function.wire import Disconnected, Wire
+from accelvisor.limits import LIMITS
+from accelvisor.vfio_user.messages import PayloadError, parse_dma_unmap
 from accelvisor.vfio_user.negotiate import Agreement
-from accelvisor.vfio_user.protocol import Command
+from accelvisor.vfio_user.protocol import HEADER, HEADER_BYTES, Command, UnmapFlag
 from accelvisor.vfio_user.session import ServerSession
-from accelvisor.vfio_user.wire import Message, close_fds
+from accelvisor.vfio_user.wire import Message, close_fds, encode_error, encode_reply
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +74,7 @@ class Worker:
         self._wire: Wire | None = None
         self._session: ServerSession | None = None
         self._poll = select.poll()
+        self._greet_until = 0.0
 
     def run(self) -> None:
         """Serve until the holder goes away."""
@@ -76,21 +82,33 @@ class Worker:
         channel = self._given.channel
         self._poll.register(channel, select.POLLIN)
         sandbox = enter()
-        if self._given.connection is None:
-            self._state.u32[s.R_FREEZE] |= s.FREEZE_DETACHED
+        # Until _attach has found out what the client is still owed, no command may go on: it
+        # could need DMA by messages.
+        self._state.u32[s.R_FREEZE] |= s.FREEZE_DETACHED
         self._device.start()
         Control(self._device, self._given.control, sandbox).start()
-        self._tell(pack(READY, os.getpid()), ())
+        self._tell(pack(READY), ())
         if self._given.connection is not None:
             self._attach(self._given.connection, self._given.number)
         channel_fd = channel.fileno()
         while True:
-            for fd, _ in self._poll.poll():
+            for fd, _ in self._poll.poll(self._patience_ms()):
                 if fd == channel_fd:
                     if not self._from_holder():
                         return
                 elif self._wire is not None:
                     self._from_client(self._wire)
+            if self._patience_ms() == 0:
+                self._hang_up(Disconnected("no greeting"))
+
+    def _patience_ms(self) -> int | None:
+        """Milliseconds that a client has left to greet. One that never does would keep every other
+        out.
+        """
+        session = self._session
+        if session is None or session.agreement is not None:
+            return None
+        return max(0, int((self._greet_until - time.monotonic()) * 1000))
 
     # --- the holder -------------------------------------------------------------------------------
 
@@ -118,34 +136,60 @@ class Worker:
             self._state, connection, self._given.pipe, held.keep, held.fds.__getitem__
         )
         self._connection, self._number, self._wire = connection, number, wire
-        agreement = None
-        if u32[s.N_SEEN] != number:
-            self._device.disconnected()
-            wire.discard()
-            u32[s.N_AGREEMENT] = 0
-            self._device.connected()
-            u32[s.N_SEEN] = number
-            self._state.u64[s.N_STREAM64] = 0
-        elif u32[s.N_AGREEMENT]:
-            at = s.N_AGREEMENT_AT
-            agreement = Agreement.from_json(bytes(self._state.u8[at : at + u32[s.N_AGREEMENT]]))
-        self._device.remote.attach(wire.send)
-        self._device.attached()
+        self._greet_until = time.monotonic() + LIMITS.vfio_reply_s
         self._poll.register(connection, select.POLLIN)
+        agreement = None
         try:
+            if u32[s.N_SEEN] != number:
+                self._device.disconnected()
+                wire.discard()
+                u32[s.N_AGREEMENT] = 0
+                self._device.connected()
+                u32[s.N_SEEN] = number
+                self._state.u64[s.N_STREAM64] = 0
+            elif u32[s.N_AGREEMENT]:
+                at = s.N_AGREEMENT_AT
+                agreement = Agreement.from_json(bytes(self._state.u8[at : at + u32[s.N_AGREEMENT]]))
+            # The predecessor's last words come first: only then may the engine ask for DMA.
             message = wire.resume()
             if message is not None and message[2] == Command.VERSION:
                 agreement = None  # the greeting itself is handled again
             self._session = ServerSession(self._device, agreement=agreement)
+            self._device.remote.attach(wire.send)
+            self._device.attached()
             u64 = self._state.u64
             if message is None:
                 u64[s.N_STREAM_START64] = u64[s.N_STREAM64]
-                self._device.sweep()
+                # Half a message may have come, with descriptors of its own.
+                self._device.sweep(wire.slots())
             else:
                 u64[s.N_STREAM64] = u64[s.N_STREAM_START64]
-                self._handle(wire, message)
+                self._handle_again(wire, message)
         except (Disconnected, DataError) as error:
             self._hang_up(error)
+
+    def _handle_again(self, wire: Wire, raw: bytes) -> None:
+        """A message that a predecessor left unanswered. One that kills worker after worker is
+        refused, except that a map is acknowledged: QEMU aborts its VM when one fails.
+        """
+        ident, command, _, flags, _ = HEADER.unpack_from(raw)
+        if wire.deaths() >= LIMITS.worker_deaths:
+            log.error("%d workers died over message %d: refused", LIMITS.worker_deaths, command)
+            if flags:
+                wire.answer(None)
+            elif command == Command.DMA_MAP:
+                wire.answer(encode_reply(ident, command))
+            else:
+                wire.answer(encode_error(ident, command, errno.EIO))
+            self._device.sweep()
+            return
+        if command == Command.DMA_UNMAP:
+            # Its maps may be gone already, so nothing tells any more what was dirty in there.
+            with suppress(PayloadError):
+                request = parse_dma_unmap(raw[HEADER_BYTES:], UnmapFlag.GET_DIRTY_BITMAP)
+                if request.page_size:
+                    self._device.migration.doubt(request.address, request.size)
+        self._handle(wire, raw)
 
     def _from_client(self, wire: Wire) -> None:
         try:
@@ -157,6 +201,8 @@ class Worker:
 
     def _handle(self, wire: Wire, raw: bytes) -> None:
         slots = wire.slots()
+        if not self._descriptors.fds.keys() >= set(slots):
+            raise Disconnected("a descriptor was lost with a worker")
         fds = [os.dup(self._descriptors.fds[slot]) for slot in slots]
         device = self._device
         device.incoming = dict(zip(fds, slots, strict=True))
@@ -216,6 +262,10 @@ def main(spec: Spec, inherited: Inherited) -> None:
     """The forked child's life. Returns when the holder is gone."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        inherited.channel.send(pack(HERE, os.getpid()))
+    except OSError:
+        return  # the holder wants no worker any more, and answers the client itself
     Worker(spec, inherited).run()
 
 

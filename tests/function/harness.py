@@ -460,13 +460,9 @@ def memfd(name: str, size: int, *, sealed: bool = True) -> int:
 
 
 def open_fds(pid: int | str = "self") -> int:
-    """How many descriptors a process has open.
-
-    In this one, garbage of earlier tests that still holds some is collected first: a count that is
-    taken later can only be smaller for their sake.
-    """
+    """How many descriptors a process has open."""
     if pid == "self":
-        gc.collect()
+        gc.collect()  # what other tests left is not closed in the middle of this one
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 

@@ -120,6 +120,30 @@ def test_maps_and_interrupts_that_change_while_workers_die(fresh: Process, tenan
     wait_for(lambda: fresh.holder("status")["kept_descriptors"] <= 2, "descriptors to be dropped")
 
 
+def test_kills_while_memory_is_reached_by_messages_fault_nothing(
+    fresh: Process, tenant: Guest
+) -> None:
+    """The next worker's engine ran before it had a client to ask, and faulted the context."""
+    ring = tenant.ring()
+    ring.open()
+    memory = bytearray(os.urandom(1 << 20))
+    base = 0x2_0000_0000
+    tenant.client.dma_map(base, 1 << 20, memory=memoryview(memory).cast("B"))
+    handle = ring.ok(abi.tensor_create, DType.UINT8, (1 << 20,))
+    kills = 0
+    while kills < 5:
+        for n in range(10):
+            ring.post(abi.copy_in(n, handle, 0, abi.Memory(0, 0, base, 1 << 20, 0)))
+        ring.submit()
+        tenant.client.pump(0.05)
+        kills += ring.ready() < 10
+        fresh.kill_worker()
+        for _ in range(10):
+            tenant.wait(ring.ready)
+            assert ring.take().status == 0
+    assert ring.read(handle, "uint8", (1 << 20,)).tobytes() == memory
+
+
 def test_a_client_that_shrinks_its_memory_gets_a_fault_and_kills_nobody(
     process: Process, guest: Guest
 ) -> None:
@@ -189,7 +213,9 @@ def test_a_stopped_worker_does_not_stop_the_holder(process: Process) -> None:
 
 def test_a_worker_has_no_privilege_left(process: Process) -> None:
     pid = process.control("status")["pid"]
-    assert all(process.control("status")["sandbox"].values())
+    sandbox = process.control("status")["sandbox"]
+    assert all(sandbox.values())
+    assert sandbox["concealed"]  # inherited from the holder, through the zygote
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
     assert fields["NoNewPrivs"] == "1"

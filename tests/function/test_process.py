@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from accelvisor.abi.registers import MAGIC, QueueReg, QueueStatus, Reg
 from accelvisor.kernels.interpreter import execute
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.client import Client
+from accelvisor.vfio_user.model import Refusal
+from accelvisor.vfio_user.protocol import PciIrq
 from tests.function.harness import (
     DEADLINE_S,
     Guest,
@@ -177,6 +180,34 @@ def test_a_second_client_waits_for_the_first(process: Process) -> None:
     thread.join(DEADLINE_S)
     assert got[0].read32(0, Reg.MAGIC) == MAGIC
     got[0].close()
+
+
+def test_a_client_that_says_nothing_makes_room_for_the_next(process: Process) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.connect(process.spec.vfio_socket)
+        with Guest(process) as guest:  # within its own patience
+            assert guest.read32(Reg.MAGIC) == MAGIC
+        assert silent.recv(1) == b""
+
+
+def test_a_vector_that_is_no_eventfd_is_refused(process: Process, guest: Guest) -> None:
+    """A read-only descriptor killed worker after worker; a full pipe would stop one for ever."""
+    ring = guest.ring()
+    source, target = os.pipe()
+    null = os.open(os.devnull, os.O_RDONLY)
+    for fd in (null, source, target):
+        with pytest.raises(Refusal):
+            guest.client.set_irqs(PciIrq.MSI, 0x24, 0, 1, fds=[fd])
+        os.close(fd)
+    blocking = os.eventfd(0, 0)
+    guest.client.set_irqs(PciIrq.MSI, 0x24, 0, 1, fds=[blocking])
+    assert not os.get_blocking(blocking)
+    os.eventfd_write(blocking, (1 << 64) - 2)  # no room for another
+    guest.write32(Reg.INTERRUPT_CAUSE, 0xF)
+    assert ring.do(abi.nop, flags=abi.Flag.INTERRUPT).status == 0
+    assert guest.read32(Reg.INTERRUPT_CAUSE)
+    os.close(blocking)
+    assert process.holder("status")["worker_restarts"] == 0
 
 
 def test_a_client_that_dies_in_a_program_stops_it(process: Process) -> None:
