@@ -18,7 +18,8 @@ from accelvisor.abi import commands
 from accelvisor.abi.commands import SEGMENT, Memory, Space, Transfer
 from accelvisor.abi.registers import PAGE
 from accelvisor.errors import AccelvisorError
-from accelvisor.guest.staging import DmaPool, Span, Staging, pieces
+from accelvisor.guest.errors import DeviceInTransition
+from accelvisor.guest.staging import DmaPool, SharedBuffer, Span, Staging, pieces
 from accelvisor.guest.transport import DmaBuffer
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _SEGMENTS = PAGE // SEGMENT.size  # a list fills one page, which is contiguous on any transport
 _BOUNCE_BYTES = 1 << 20
 _IN_FLIGHT = 2
+_UNSTEADY_LOOKS = 200  # with naps of up to 20 ms between: about 4 s
 
 
 class Landing(Protocol):
@@ -136,6 +138,27 @@ class Copies:
             return self._window(nbytes)
         return self._bounce(nbytes)
 
+    def filled(self, data: bytes | bytearray) -> Landing:
+        """Memory for one command that holds ``data``, also after the window was away meanwhile.
+
+        Raises:
+            DeviceReset, DeviceBroken, DeviceInTransition: the window went away for good.
+        """
+        landing = self.landing(len(data))
+        self._fill(landing, data)
+        return landing
+
+    def fetch(self, landing: Landing, target: memoryview) -> None:
+        """Take what the device left in the first bytes of the landing. Raises as :meth:`filled`."""
+        if isinstance(landing, DmaLanding):
+            target[:] = landing.view[: len(target)]
+            return
+
+        def get() -> None:
+            target[:] = landing.view[: len(target)]
+
+        self._steadily(get)
+
     def write(self, handle: int, offset: int, source: memoryview) -> None:
         """Copy ``source`` (contiguous bytes) into a tensor from byte ``offset`` on, and wait.
 
@@ -149,14 +172,22 @@ class Copies:
         self._run(target, handle, offset, commands.copy_out, inward=False)
 
     def direct(
-        self, handle: int, offset: int, buffer: DmaBuffer, at: int, nbytes: int, *, inward: bool
+        self, handle: int, offset: int, buffer: SharedBuffer, at: int, nbytes: int, *, inward: bool
     ) -> None:
-        """Copy between a tensor and a DMA buffer that the caller owns, from its byte ``at`` on."""
+        """Copy between a tensor and a DMA buffer that the caller owns, from its byte ``at`` on.
+
+        Each command holds the buffer, so one that times out keeps it in place.
+        """
         encode = commands.copy_in if inward else commands.copy_out
         flying: deque[tuple[int, Landing]] = deque()
         try:
             for start, size in cut(buffer, at, nbytes, 1 << 30):
-                landing = DmaLanding(self._pool, buffer, start, size)
+                buffer.hold()
+                try:
+                    landing = DmaLanding(self._pool, buffer, start, size, buffer.release)
+                except BaseException:
+                    buffer.release()
+                    raise
                 entry = encode(0, handle, offset + start - at, landing.memory)
                 flying.append((self._submit(entry, landing), landing))
                 if len(flying) > 8:
@@ -180,6 +211,7 @@ class Copies:
     ) -> None:
         total = len(data)
         make, chunk = self._choose(total)
+        generation = self._function.generation
         flying: deque[tuple[int, Landing, int]] = deque()
         at = 0
         try:
@@ -188,7 +220,7 @@ class Copies:
                     size = min(chunk, total - at)
                     landing = make(size)
                     if inward:
-                        landing.view[:] = data[at : at + size]
+                        self._fill(landing, data[at : at + size])
                     entry = encode(0, handle, offset + at, landing.memory)
                     flying.append((self._submit(entry, landing), landing, at))
                     at += size
@@ -196,18 +228,53 @@ class Copies:
                 cookie, landing, start = flying[0]
                 completion = self._function.queue.wait(cookie, self._function.timeout_s)
                 flying.popleft()
-                if completion.status == 0 and not inward:
-                    data[start : start + len(landing.view)] = landing.view
-                landing.release()
+                try:
+                    if completion.status == 0 and not inward:
+                        self.fetch(landing, data[start : start + len(landing.view)])
+                finally:
+                    landing.release()
                 self._function.check(completion)
+                gone = self._function.stale(generation)
+                if gone is not None:  # restarted by another thread: the bytes may be anybody's
+                    raise gone
         except BaseException:
             self._leave((cookie, landing) for cookie, landing, _ in flying)
             raise
 
+    def _fill(self, landing: Landing, data: bytes | bytearray | memoryview) -> None:
+        def put() -> None:
+            landing.view[:] = data
+
+        try:
+            if isinstance(landing, DmaLanding):
+                put()
+            else:
+                self._steadily(put)
+        except BaseException:
+            landing.release()
+            raise
+
+    def _steadily(self, act: Callable[[], None]) -> None:
+        """Do ``act`` while the window is there before and after; again, until that held."""
+        staging, queue = self._staging, self._function.queue
+        for looks in range(_UNSTEADY_LOOKS):
+            if staging.steady():
+                act()
+                if staging.steady():
+                    return
+            queue.look(locked=False)  # waits while the device is away; raises if it was reset
+            staging.plant()
+            if looks:
+                queue.nap(min(looks * 0.001, 0.02))
+        raise DeviceInTransition(
+            "the window forgets what is written into it", where="window", hint="reset the function"
+        )
+
+
     def _submit(self, entry: bytes, landing: Landing) -> int:
         try:
             return self._function.queue.submit(entry, self._function.timeout_s)
-        except BaseException:
+        except AccelvisorError:  # it was not submitted; after anything else nobody knows
             landing.release()
             raise
 

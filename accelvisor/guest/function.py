@@ -18,7 +18,7 @@ from accelvisor.abi.dtypes import DType
 from accelvisor.abi.registers import Control, Reg
 from accelvisor.errors import AccelvisorError, ConflictError, ProtocolError, UsageError
 from accelvisor.guest.claims import LOCKS, Claim, claim
-from accelvisor.guest.copies import Copies
+from accelvisor.guest.copies import Copies, Landing
 from accelvisor.guest.errors import DeviceFull, DeviceReset, error_from
 from accelvisor.guest.instructions import InstructionSet, parse_instructions
 from accelvisor.guest.queue import Queue
@@ -171,11 +171,18 @@ class Function:
             return
         try:
             self.queue.stop()
+            stopped = True
         except AccelvisorError:
-            pass  # absent or reset: there is nothing left to close
-        self._release()
+            stopped = False  # absent, perhaps for a while: what was submitted may still run
+        self._release(stopped)
 
-    def _release(self) -> None:
+    def _release(self, stopped: bool = True) -> None:
+        """Let go of everything.
+
+        Args:
+            stopped: the device uses no memory of ours any more. Else that stays as it is until the
+                transport has cut the device off from it.
+        """
         self._closed = True
         _OPEN.discard(self)
         queue = getattr(self, "queue", None)
@@ -185,10 +192,11 @@ class Function:
         if staging is not None:
             staging.close()
         pool = getattr(self, "dma", None)
-        if pool is not None:
-            pool.close()
-        for array in list(self._pinned):
-            array.release()
+        if stopped:
+            if pool is not None:
+                pool.close()
+            for array in list(self._pinned):
+                array.release()
         self.transport.close()
         if self._claim is not None:
             self._claim.release()
@@ -245,6 +253,23 @@ class Function:
             self.check(completion)
         return completion
 
+    def _carry(self, entry: bytes, landing: Landing) -> Completion:
+        """Submit a command that uses ``landing`` and wait for it.
+
+        When this raises, the landing is given back as soon as the device is done with it; else it
+        is still the caller's.
+        """
+        try:
+            cookie = self.queue.submit(entry, self.timeout_s)
+        except AccelvisorError:  # it was not submitted; after anything else nobody knows
+            landing.release()
+            raise
+        try:
+            return self.queue.wait(cookie, self.timeout_s)
+        except BaseException:
+            self.queue.abandon(cookie, landing.release)
+            raise
+
     def check(self, completion: Completion) -> None:
         """Raise the typed error of a completion that is not OK, with the device's own text."""
         if completion.status:
@@ -291,27 +316,19 @@ class Function:
         size = 4096
         while True:
             landing = self.copies.landing(size)
+            completion = self._carry(commands.query(0, what, landing.memory), landing)
+            answer = bytearray(min(completion.value, size))
             try:
-                cookie = self.queue.submit(
-                    commands.query(0, what, landing.memory), self.timeout_s
-                )
-            except BaseException:
+                self.copies.fetch(landing, memoryview(answer))
+            finally:
                 landing.release()
-                raise
-            try:
-                completion = self.queue.wait(cookie, self.timeout_s)
-            except BaseException:
-                self.queue.abandon(cookie, landing.release)
-                raise
-            answer = bytes(landing.view[: completion.value])
-            landing.release()
             if size < completion.value <= LIMITS.query_bytes:
                 size = completion.value
                 continue
             if completion.status:
                 raise error_from(completion)
             if what is Query.INSTRUCTIONS:
-                return answer
+                return bytes(answer)
             try:
                 return json.loads(answer)
             except ValueError as error:
@@ -363,13 +380,12 @@ class Function:
         digest = hashlib.sha256(data).digest()
         handle = self._programs.get(digest)
         if handle is None:
-            landing = self.copies.landing(len(data))
-            try:
-                landing.view[:] = data
-                handle = self.call(commands.program_load(0, landing.memory)).value
-            finally:
-                landing.release()
-            self._programs[digest] = handle
+            self._alive()
+            landing = self.copies.filled(data)
+            completion = self._carry(commands.program_load(0, landing.memory), landing)
+            landing.release()
+            self.check(completion)
+            self._programs[digest] = handle = completion.value
         return handle
 
     def unload(self, data: bytes) -> None:

@@ -49,10 +49,8 @@ class Bound:
         self._expected_s = 0.0
         source = Memory(0, 0, 0, 0, 0)
         if tensors:
-            landing = function.copies.landing(BINDING.size * len(tensors))
-            for i, tensor in enumerate(tensors):
-                BINDING.pack_into(landing.view, i * BINDING.size, tensor.handle, tensor.offset)
-            self._landing = landing
+            bindings = b"".join(BINDING.pack(t.handle, t.offset) for t in tensors)
+            self._landing = landing = function.copies.filled(bindings)
             source = landing.memory
         self._source = source
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from accelvisor.abi.registers import PAGE
-from accelvisor.errors import CapacityError
+from accelvisor.errors import CapacityError, UsageError
 from accelvisor.guest.registers import Identity
 from accelvisor.guest.transport import DmaBuffer, Transport, segments_of, slice_segments
 
 ALIGN = 64
+_BEACONS = 0x7FFFFFFE
 
 
 class Spans:
@@ -95,9 +96,13 @@ class Staging:
         share = (identity.window_bytes - identity.staging_offset) // identity.queues
         share = share // PAGE * PAGE
         start = identity.staging_offset + queue * share
-        self.spans = Spans(start, start + share)
+        self.spans = Spans(start + ALIGN, start + share)
         self.taken: set[Span] = set()
         self.lock = threading.Lock()  # spans come back from whichever thread sees the completion
+        self._words = window.cast("I")
+        self._beacon_at = start >> 2 if share else -1
+        self._beacon = 1
+        self.plant()
 
     def take(self, nbytes: int, wait: Callable[[], bool] | None = None) -> Span:
         """A span of ``nbytes``.
@@ -124,11 +129,89 @@ class Staging:
                     hint="wait for launches in flight, or give the function a larger window",
                 )
 
+    def steady(self) -> bool:
+        """Whether the window is there now and was not emptied since this was last true.
+
+        A word of it holds a number that is neither zero nor all ones, another one after each look:
+        an absent window shows the wrong one and keeps no new one, an emptied one lost the old one.
+        A register would say the same for the price of an exit from the VM.
+        """
+        at = self._beacon_at
+        if at < 0:
+            return True
+        with self.lock:
+            words, old = self._words, self._beacon
+            if words[at] != old:
+                return False
+            words[at] = new = old % _BEACONS + 1
+            if words[at] != new:
+                return False
+            self._beacon = new
+        return True
+
+    def plant(self) -> None:
+        """After :meth:`steady` was false and the reason is known: begin again."""
+        if self._beacon_at >= 0:
+            with self.lock:
+                self._words[self._beacon_at] = self._beacon
 
     def close(self) -> None:
         """Take the window away from spans that are still out, so that it can be unmapped."""
         for span in list(self.taken):
             span.release()
+        self._words.release()
+
+    def forked(self) -> None:
+        """In a forked child: as :meth:`close`, whoever held the lock in the parent."""
+        self.lock = threading.Lock()
+        self.close()
+
+
+class SharedBuffer:
+    """A DMA buffer that its owner and the commands that use it hold; the last one releases it.
+
+    Itself a DMA buffer; :meth:`release` is called once for the owner and once for each
+    :meth:`hold`.
+    """
+
+    def __init__(self, buffer: DmaBuffer) -> None:
+        self._buffer = buffer
+        self._users = 1
+        self._lock = threading.Lock()
+
+    @property
+    def address(self) -> int:
+        """Where the device finds the first byte."""
+        return self._buffer.address
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes, for this process."""
+        return self._buffer.view
+
+    @property
+    def segments(self) -> Sequence[tuple[int, int]]:
+        """(address, bytes) of each piece that is contiguous for the device."""
+        return segments_of(self._buffer)
+
+    def hold(self) -> None:
+        """One more user.
+
+        Raises:
+            UsageError: it was released by all.
+        """
+        with self._lock:
+            if not self._users:
+                raise UsageError("the memory was released", code="dma-released", where="dma")
+            self._users += 1
+
+    def release(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+            last = self._users == 0
+        if last:
+            self._buffer.release()
 
 
 class DmaPool:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from accelvisor.abi import commands
 from accelvisor.abi.dtypes import DType, by_label
 from accelvisor.errors import AccelvisorError, UsageError
+from accelvisor.guest.staging import SharedBuffer
 
 if TYPE_CHECKING:
     from accelvisor.guest.function import Function
@@ -294,7 +295,8 @@ class PinnedArray:
     def __init__(self, function: Function, shape: ShapeLike, dtype: npt.DTypeLike) -> None:
         shape, kind = as_shape(shape), np.dtype(dtype)
         nbytes = prod(shape) * kind.itemsize
-        self._buffer = function.transport.allocate_dma(max(nbytes, 1))
+        self._buffer = SharedBuffer(function.transport.allocate_dma(max(nbytes, 1)))
+        self._released = False
         self.array: Array = np.frombuffer(self._buffer.view[:nbytes], dtype=kind).reshape(shape)
         self.start = _address(self.array)
         self.end = self.start + nbytes
@@ -302,21 +304,23 @@ class PinnedArray:
         self._pid = os.getpid()
 
     @property
-    def buffer(self) -> Any:
+    def buffer(self) -> SharedBuffer:
         """The DMA buffer behind it."""
         return self._buffer
 
     def release(self) -> None:
-        """Unpin. :attr:`array` must not be used with the device afterwards. Safe twice."""
+        """Unpin, as soon as no command uses it. :attr:`array` is not for the device from now on.
+        Safe twice.
+        """
         self.start = self.end = 0
         self._function.pinned_arrays.discard(self)
         self.array = np.empty(0, self.array.dtype)
-        if self._pid == os.getpid():
+        if self._pid == os.getpid() and not self._released:
+            self._released = True
             try:
                 self._buffer.release()
             except BufferError:
                 pass  # another array still looks at it
-
 
     def __enter__(self) -> Array:
         return self.array
@@ -333,7 +337,7 @@ def _bytes(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def _pinned(function: Function, array: Array) -> tuple[Any, int] | None:
+def _pinned(function: Function, array: Array) -> tuple[SharedBuffer, int] | None:
     """(DMA buffer, byte offset) where the array's bytes lie, if they lie in one."""
     live = function.pinned_arrays
     if not live:

@@ -7,7 +7,13 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from accelvisor.guest.errors import CommandRefused, CommandTimeout
+from accelvisor.abi import commands
+from accelvisor.guest.errors import (
+    CommandRefused,
+    CommandTimeout,
+    DeviceInTransition,
+    DeviceReset,
+)
 from accelvisor.guest.function import Function
 
 from .fake_device import FakeDevice
@@ -109,3 +115,106 @@ def test_copies_survive_an_absent_window(device: FakeDevice, fn: Function) -> No
     fn.queue.submit = submit  # type: ignore[method-assign]
     tensor.copy_(wanted)
     assert np.array_equal(tensor.numpy(), wanted)
+
+
+def finish(device: FakeDevice) -> None:
+    """What was late is on time."""
+    device._late = [(0, *late[1:]) for late in device._late]
+    device.late_ticks = 0
+    device.tick()
+
+
+@pytest.mark.parametrize("inward", [True, False])
+def test_pinned_memory_stays_pinned_under_a_copy_that_timed_out(
+    device: FakeDevice, open_function: Callable[..., Function], inward: bool
+) -> None:
+    fn = open_function(device, timeout_s=0.5)
+    tensor = fn.empty((5000,), "uint8")
+    pinned = fn.pinned((5000,), "uint8")
+    buffer = pinned.buffer._buffer
+    device.late_ticks = 1 << 30
+    copy = tensor.copy_ if inward else tensor.numpy
+    with pytest.raises(CommandTimeout):
+        copy(pinned.array)
+    pinned.release()
+    pinned.release()
+    assert buffer.released == 0  # type: ignore[attr-defined]
+    finish(device)
+    fn.call(commands.nop(0))
+    assert buffer.released == 1  # type: ignore[attr-defined]
+
+
+def test_a_program_that_is_loaded_too_late_keeps_its_staging(
+    device: FakeDevice, open_function: Callable[..., Function]
+) -> None:
+    fn = open_function(device, timeout_s=0.5)
+    free = fn.staging.spans.largest
+    device.late_ticks = 1 << 30
+    with pytest.raises(CommandTimeout):
+        fn.load(bytes(5000))
+    assert fn.staging.spans.largest < free
+    finish(device)
+    fn.call(commands.nop(0))
+    assert fn.staging.spans.largest == free
+
+
+def vanish_at(fn: Function, device: FakeDevice, look: int, then: Callable[[], None]) -> None:
+    """Do ``then`` right before the window is looked at for the ``look``-th time from now on."""
+    original, looks = fn.staging.steady, 0
+
+    def steady() -> bool:
+        nonlocal looks
+        looks += 1
+        if looks == look:
+            then()
+        return original()
+
+    fn.staging.steady = steady  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("look", [1, 2, 3, 4])
+@pytest.mark.parametrize("value", [0, 0xFFFFFFFF])
+def test_bytes_that_pass_an_absent_window_arrive_all_the_same(
+    device: FakeDevice, fn: Function, value: int, look: int
+) -> None:
+    device.absent_value = value
+    tensor = fn.empty((3000,), "uint8")
+    vanish_at(fn, device, look, lambda: device.vanish(reads=3))
+    tensor.copy_(data(3000))  # two looks
+    assert np.array_equal(tensor.numpy(), data(3000))  # and two more
+
+
+def test_bytes_left_in_a_window_that_was_reset_are_not_a_tensors_values(
+    device: FakeDevice, fn: Function
+) -> None:
+    tensor = fn.tensor(data(3000))
+
+    def reset() -> None:
+        device.reset()
+        device.window[:] = bytes(len(device.window))
+
+    vanish_at(fn, device, 1, reset)
+    with pytest.raises(DeviceReset):
+        tensor.numpy()
+
+
+def test_bindings_and_programs_survive_an_absent_window(
+    device: FakeDevice, fn: Function
+) -> None:
+    a = fn.tensor([1.0, 2.0])
+    assert "add" in fn.instructions
+    vanish_at(fn, device, 2, lambda: device.vanish(reads=3))  # the program's upload
+    assert (a + a).numpy().tolist() == [2.0, 4.0]
+    vanish_at(fn, device, 2, lambda: device.vanish(reads=3))  # the bindings
+    assert (a - a).numpy().tolist() == [0.0, 0.0]
+
+
+def test_a_window_that_forgets_everything_is_an_error_not_an_endless_loop(
+    device: FakeDevice, fn: Function
+) -> None:
+    tensor = fn.empty((3000,), "uint8")
+    fn.staging.plant = lambda: None  # type: ignore[method-assign]
+    fn.staging._beacon += 1
+    with pytest.raises(DeviceInTransition):
+        tensor.copy_(data(3000))
+    assert fn.staging.taken == set()

@@ -15,6 +15,7 @@ from accelvisor.abi import commands
 from accelvisor.errors import ConflictError, ProtocolError, UsageError
 from accelvisor.guest.errors import (
     CommandRefused,
+    CommandTimeout,
     DeviceFault,
     DeviceFull,
     DeviceReset,
@@ -228,3 +229,30 @@ def test_two_threads_that_bury_the_same_dead_do_not_disturb_each_other(fn: Funct
 
     fn.graveyard = Emptied()
     fn.bury()
+
+
+def test_a_function_that_cannot_be_stopped_keeps_the_memory_that_the_device_may_use(
+    device: FakeDevice, fn: Function
+) -> None:
+    idle = fn.dma.take(4096)
+    fn.dma.give(idle)
+    pinned = fn.pinned((10,))
+    buffer = pinned.buffer._buffer
+    device.vanish(reads=1 << 30)
+    fn.close()
+    assert (idle.released, buffer.released) == (0, 0)  # type: ignore[attr-defined]
+    assert device.closed == 1
+
+
+def test_closing_gives_back_what_timed_out_commands_held(
+    device: FakeDevice, open_function: Callable[..., Function]
+) -> None:
+    fn = open_function(device, timeout_s=0.5)
+    tensor = fn.empty((10,))
+    pinned = fn.pinned((10,))
+    buffer = pinned.buffer._buffer
+    device.late_ticks = 1 << 30
+    with pytest.raises(CommandTimeout):
+        tensor.copy_(pinned.array)
+    fn.close()
+    assert buffer.released == 1  # type: ignore[attr-defined]
