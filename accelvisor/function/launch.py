@@ -176,6 +176,8 @@ class Step:
     hazards: tuple[int, ...]
     #: with hazards: the arrays with scratch in their place, once scratch is allocated
     safe: list[Array] = field(default_factory=list)
+    #: seconds that a tile took when it was last looked at; 0 before
+    tile_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -320,16 +322,18 @@ class Launcher:
                         u64[mark] = key
                         self._state.count("snapshots")
                 while tile < tiles:
+                    if parallel and step.tile_s > _PARALLEL_S and tile + 1 < tiles:
+                        tile = self._side_by_side(step, arrays, base, at, tile, attention)
+                        if tile < tiles:
+                            yield None
+                        continue
                     began = clock()
                     operation.run_tile(arrays, tile)
+                    step.tile_s = clock() - began
                     tile += 1
                     u64[at] = base | tile
                     if attention():
                         yield None
-                    elif parallel and tile + 1 < tiles and clock() - began > _PARALLEL_S:
-                        tile = self._side_by_side(step, arrays, base, at, tile, attention)
-                        if tile < tiles:
-                            yield None
                 self._state.count("tiles", tiles)
                 index += 1
                 tile = 0
@@ -356,7 +360,13 @@ class Launcher:
         def progress(low: int) -> None:
             u64[at] = base | low
 
-        return self._pool.run(step.operation, arrays, tile, progress, attention)
+        began = time.perf_counter()
+        reached = self._pool.run(step.operation, arrays, tile, progress, attention)
+        if reached > tile:
+            # What is handed out although it is short goes back to one core with this.
+            took = time.perf_counter() - began
+            step.tile_s = took * min(self._pool.cores, reached - tile) / (reached - tile)
+        return reached
 
 
 def _snapshot(target: Array, source: Array, attention: Callable[[], bool]) -> Pauses[None]:

@@ -14,14 +14,17 @@ from collections.abc import Callable
 from accelvisor.kernels.declare import Arrays
 from accelvisor.kernels.programs import PlannedOperation
 
-#: Below the threads that answer register accesses and run the rings.
+#: So far below the threads that answer register accesses.
 _NICE = 5
 
 
 def lower_priority() -> None:
     """Let this thread yield to the ones that answer the guest. Best effort."""
+    thread = threading.get_native_id()
     try:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        # From where the process was put: what its unit or its user chose still counts.
+        usual = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, min(usual + _NICE, 19))
     except OSError:
         pass
 

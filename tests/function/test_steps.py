@@ -356,6 +356,33 @@ def test_the_longest_program_stores_no_turn_twice() -> None:
     assert words.stored[-1] == 4 << 32
 
 
+@pytest.mark.parametrize(("tile_s", "alone"), [(0.0, [0, 1, 2, 3]), (0.005, [])])
+def test_an_operation_of_few_long_tiles_uses_every_core_from_the_first(
+    tile_s: float, alone: list[int]
+) -> None:
+    """Trying one tile alone each time would cost four tiles on two cores half as much again."""
+    ran: list[int] = []
+    shared: list[int] = []
+
+    def together(_: Any, arrays: Any, first: int, progress: Any, stop: Any) -> int:
+        shared.append(first)
+        progress(4)
+        return 4
+
+    state: Any = SimpleNamespace(u64=Recorder(), count=lambda *_: None)
+    pool: Any = SimpleNamespace(cores=2, run=together)
+    work: Any = SimpleNamespace(tiles=4, run_tile=lambda _, tile: ran.append(tile))
+    nothing: Any = None
+    step = Step(work, [], (), tile_s=tile_s)
+    for _ in Launcher(state, nothing, nothing, pool).run(
+        Launch(nothing, [step], 0), 0, 1, lambda: False
+    ):
+        raise AssertionError("nothing asked for a pause")
+    assert ran == alone
+    assert shared == ([] if alone else [0])
+    assert state.u64.stored[-1] == 1 << 32
+
+
 @pytest.fixture
 def held_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Validating a program takes until this is set."""
