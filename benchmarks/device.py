@@ -240,6 +240,11 @@ def _good(completion: Completion) -> None:
         raise RuntimeError(f"a copy ended with status {completion.status:#x}")
 
 
+#: A BLAS's threads spin for a while after a product; what is measured next must not share a core
+#: with them.
+_SETTLE_S = 0.1
+
+
 def matmul(fn: Function, repeats: int, cores: int) -> Record:
     """float32 1024^3 as a command against numpy with as many threads."""
     n = 1024
@@ -257,7 +262,9 @@ def matmul(fn: Function, repeats: int, cores: int) -> Record:
 
     def numpy() -> float:
         with threadpool_limits(cores):
-            return work / _timed(lambda: a @ b)
+            rate = work / _timed(lambda: a @ b)
+        time.sleep(_SETTLE_S)
+        return rate
 
     device(), numpy()
     pairs = [(device(), numpy()) for _ in range(repeats)]
