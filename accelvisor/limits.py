@@ -1,4 +1,5 @@
-"""Every limit of accelvisor in one frozen dataclass, each line with its reason.
+"""Every limit of accelvisor in one frozen dataclass, each with its reason in the comment above it
+(docs/limits.md is written from them).
 
 A limit that a user may want to change is a configuration key; what stands here is what no
 configuration may exceed, so that outside data (guest, peer, file, client) has a bound everywhere.
@@ -19,8 +20,9 @@ class Limits:
     """Bytes, counts, depths and seconds. Units are in the names: ``_bytes``, ``_s`` (seconds)."""
 
     # --- vfio-user -----------------------------------------------------------------------------
-    # QEMU negotiates 1 MiB data transfers; a message is that plus its headers.
+    # A message is one transfer plus its headers.
     vfio_message_bytes: int = MIB + 4 * KIB
+    # What QEMU negotiates for one access to data.
     vfio_transfer_bytes: int = MIB
     # QEMU hangs on DMA_READ of 256 KiB (measured); 64 KiB is safe and costs one more round trip.
     vfio_dma_chunk_bytes: int = 64 * KIB
@@ -32,53 +34,83 @@ class Limits:
     vfio_reply_s: float = 4.0
 
     # --- function ------------------------------------------------------------------------------
+    # BAR0 has a fixed block of registers for each queue; more than a guest has CPUs gain nothing.
     queues: int = 64
     # A power of two; 256 entries keep both rings of a queue within 24 KiB of window.
     ring_entries: int = 256
+    # One for each user of a function at a time; a context is a row of a fixed table.
     contexts: int = 64
     # Tensors and programs of one function together; the object table is 128 B a record.
     objects: int = 8192
+    # What the record of a tensor in the object table has room for.
     tensor_rank: int = 8
+    # Sizes multiply without overflow in 64 bits, and one fits the largest card's share.
     tensor_bytes: int = 16 * GIB
     # A program is validated in one go in the front end: this bounds that pause to milliseconds.
     program_bytes: int = MIB
+    # Bounds validation as well; longer work is several programs.
     program_instructions: int = 4096
+    # Operands of one program; each is a row of the table that a submission binds.
     program_slots: int = 1024
     # Segments of one scatter list: 4096 pages of 4 KiB are 16 MiB a command without contiguity.
     scatter_segments: int = 65_536
+    # The longest answer, the description of all instructions, with room to grow.
     query_bytes: int = 256 * KIB
     # A freeze may have to wait for one tile; migration's blackout budget allows 20 ms of it.
     tile_s: float = 0.020
-    # In a row without a good command between: then the context is stopped for good.
+    # A PCI BAR of more address space than this fits behind few root ports.
     window_bytes: int = GIB
+    # Private memory of one function: a memfd, taken from the host as it is used.
     memory_bytes: int = 64 * GIB
     # Worker restarts within a minute before the holder gives up and answers all-ones.
     worker_restarts_per_minute: int = 30
-    # Workers that one message or command may cost before it is refused instead of tried again.
+    # Workers that may crash over one message or command, without bringing it further, before it is
+    # refused instead of tried again; and that may be killed from outside meanwhile.
     worker_deaths: int = 3
+    worker_kills: int = 20
 
     # --- admin and control sockets ---------------------------------------------------------------
+    # The largest message is a domain's XML, some tens of KiB.
     admin_message_bytes: int = MIB
+    # Nesting of JSON; the interface's types need 5.
     admin_depth: int = 32
+    # Connections at a time; each may hold a message and a backlog.
     admin_clients: int = 64
     # Of one user that may not do everything: others get in even if that one holds all it can.
     admin_clients_per_uid: int = 16
+    # Of all users together that may do nothing: they can ask for the interface, and go.
+    admin_clients_without_level: int = 8
+    # What one of those may send: a call without parameters of size.
+    admin_message_without_level_bytes: int = 4 * KIB
     # A client that does not read gets at most this much buffered, then it is dropped.
     admin_backlog_bytes: int = 256 * KIB
     # Seconds that a client may leave a full backlog unread before it is dropped.
     admin_drain_s: float = 10.0
+    # A function answers in milliseconds unless its host is out of CPU time.
     control_reply_s: float = 5.0
+    # Starting takes half a second; a loaded host may take ten times as long, twice over.
     function_ready_s: float = 10.0
+    # How often a holder is asked whether it gave up: 256 functions cost a percent of a CPU.
+    function_poll_s: float = 5.0
 
     # --- daemon ----------------------------------------------------------------------------------
+    # A configuration of 64 cards and hundreds of profiles is some tens of KiB.
     config_bytes: int = MIB
+    # Of one host; each is three processes.
     functions: int = 256
+    # Of one host; they are only numbers, but every placement looks at each.
     cards: int = 64
+    # Names appear in tables, file names and domain XML.
     name_chars: int = 64
+    # Reading one of libvirt's objects takes milliseconds; past this it hangs.
+    libvirt_call_s: float = 30.0
+    # Verbs that wait for a guest have deadlines of up to 600 s of their own.
+    libvirt_patient_s: float = 660.0
 
     # --- hook ------------------------------------------------------------------------------------
     # libvirt waits for the hook with its domain lock held.
     hook_s: float = 2.0
+    # A domain's XML is some tens of KiB; libvirt itself refuses more than 4 MiB.
     hook_xml_bytes: int = 4 * MIB
 
 

@@ -78,6 +78,8 @@ class Dispatcher:
             raise Refused("MethodNotFound", method=call.method)
         if call.upgrade:
             raise Refused("InvalidParameter", parameter="upgrade")
+        if interface.name != VARLINK:  # before anything that the caller sent is looked at
+            admin.authorise(self.policy, peer, call.member)
         try:
             interface.check_call(call.member, call.parameters)
         except idl.MismatchError as error:
@@ -85,7 +87,6 @@ class Dispatcher:
         if interface.name == VARLINK:
             yield Reply(self._about(call))
             return
-        admin.authorise(self.policy, peer, call.member)
         method = getattr(self._service, method_name(call.member))
         if not inspect.isasyncgenfunction(method):
             yield Reply(await method(**call.parameters))

@@ -3,6 +3,7 @@
 * a client's calls are answered in order, one at a time (Varlink has no ids, so order is the id);
 * while one is answered, further calls wait in a bounded queue, then reading pauses;
 * a client that does not read what it asked for is dropped once ``admin_backlog_bytes`` wait for it;
+* users without any level share few connections and short messages: the socket is open to all;
 * one client more than ``admin_clients`` gets an error at once instead of silence;
 * who it is comes from the kernel (SO_PEERCRED, SO_PEERGROUPS), never from the payload.
 """
@@ -86,9 +87,16 @@ class AdminServer:
         """Why there is no room for one more client of this peer; None when there is."""
         limits = self.limits
         same = sum(client.peer.uid == peer.uid for client in self.clients)
+        policy = self.dispatcher.policy
+        strangers = sum(policy.level(client.peer) is admin.Level.NONE for client in self.clients)
         if len(self.clients) >= limits.admin_clients:
             which = f"all {limits.admin_clients} connections"
-        elif same >= limits.admin_clients_per_uid and peer.uid not in self.dispatcher.policy.uids:
+        elif (
+            policy.level(peer) is admin.Level.NONE
+            and strangers >= limits.admin_clients_without_level
+        ):
+            which = f"all {strangers} connections that users without a level may have"
+        elif same >= limits.admin_clients_per_uid and peer.uid not in policy.uids:
             which = f"all {same} connections that uid {peer.uid} may have"
         else:
             return None
@@ -140,6 +148,10 @@ class _Client(asyncio.Protocol):
             LOG.warning("no credentials for a client: %s", error)
             transport.abort()
             return
+        if self._server.dispatcher.policy.level(self.peer) is admin.Level.NONE:
+            self._decoder = Decoder(
+                max_bytes=limits.admin_message_without_level_bytes, max_depth=limits.admin_depth
+            )
         busy = self._server.too_many(self.peer)
         if busy is not None:
             self._send(Reply(dict(busy.to_dict()), admin.error_name(busy)))

@@ -68,7 +68,7 @@ class DaemonConfig(_Section, frozen=True):
 class AdminConfig(_Section, frozen=True):
     """``[admin]``: who may connect to the admin socket, and which groups may do what."""
 
-    # Empty: the group accelvisor where there is one, else the daemon's own.
+    # Who may connect at all. Empty: everybody; what they may do is decided for each call.
     socket_group: GroupName | Literal[""] = ""
     read: tuple[GroupName, ...] = ("accelvisor",)
     operate: tuple[GroupName, ...] = ("accelvisor-operate",)

@@ -1,6 +1,6 @@
 """accelvisord as one object: what it is made of, and in which order that comes up and goes down.
 
-Up: lock, listener, store, recovery of the functions, domains, clients, READY. Down: clients, verbs
+Up: lock, listener, store, recovery of the functions, clients, READY, domains. Down: clients, verbs
 in flight, watches, domains, store. Function processes are left running: the next daemon adopts
 them.
 """
@@ -34,16 +34,15 @@ from accelvisor.daemon.notify import Notifier
 from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.service import AdminService, Identity
-from accelvisor.daemon.store import Store
+from accelvisor.daemon.store import Function, Store
 from accelvisor.daemon.supervisor import Supervisor, choose
 from accelvisor.errors import SystemFailure
 from accelvisor.hypervisor import capabilities
 from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import DomainEvent, DomainEventKind, DomainsPort
+from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
-#: Who may connect to the admin socket when nothing is configured.
-DEFAULT_GROUP = "accelvisor"
 #: Seconds that verbs in flight get before the daemon ends; the journal has the rest.
 SETTLE_S = 15.0
 #: Told to the service manager while recovering, so that many functions do not look like a hang.
@@ -59,7 +58,7 @@ class Setup:
         supervisor: None to choose by the configuration.
         load_domains: makes the hypervisor's port for an URI.
         examine: looks at the host's hypervisor for Doctor; blocks.
-        fault: passed on to :class:`World`.
+        poll_s, fault: passed on to :class:`World`.
     """
 
     config: Config
@@ -70,6 +69,7 @@ class Setup:
     load_domains: Callable[[str], DomainsPort] = domains.load
     examine: Callable[[str], Sequence[Finding]] = capabilities.examine
     clock: Callable[[], float] = time.time
+    poll_s: float = LIMITS.function_poll_s
     fault: Callable[[str], None] = lambda step: None
 
 
@@ -125,22 +125,35 @@ class Daemon:
         registry = self._open(hub)
         await registry.load()
         supervisor = setup.supervisor or choose(setup.config.daemon.supervisor, setup.paths)
-        world = World(setup.paths, supervisor, setup.clock, fault=setup.fault)
+        world = World(setup.paths, supervisor, setup.clock, poll_s=setup.poll_s, fault=setup.fault)
         self._functions = Functions(registry, world, setup.config)
         self._keeper = Keeper(self._functions, _boot_id())
         undo.push_async_callback(self._keeper.stop)
         repairs = await self._keeper.recover(self._progress)
         LOG.info("%d functions, supervised by %s", len(repairs), supervisor.name)
         links = DomainsLink(
-            setup.config.libvirt.uri, self._keeper.follow, self._record, setup.load_domains
+            setup.config.libvirt.uri,
+            registry.all,
+            self._keeper.follow,
+            self._record,
+            setup.load_domains,
         )
+        self._keeper.look = links.look
         undo.push_async_callback(links.stop)
-        await links.start()
         undo.push_async_callback(self._functions.settle, SETTLE_S)
+        # Clients first: libvirt may be waiting in its hook, for us, with a domain's lock held.
         await self._serve(registry, links, hub, listener)
+        links.start()
+        self._watchdog = asyncio.get_running_loop().create_task(self._keep_alive())
+        undo.push_async_callback(self._end_watchdog)
+        setup.notifier.ready(f"{len(registry.all())} functions")
 
     async def _serve(
-        self, registry: Registry, links: DomainsLink, hub: EventHub, listener: socket.socket
+        self,
+        registry: Registry,
+        links: DomainsLink[list[Function]],
+        hub: EventHub,
+        listener: socket.socket,
     ) -> None:
         setup = self._setup
         identity = Identity(
@@ -156,14 +169,12 @@ class Daemon:
             links,
             hub,
             lambda: setup.examine(setup.config.libvirt.uri),
+            lambda: self._keeper.view,
         )
         dispatcher = Dispatcher(service, policy(setup.config), accelvisor.__version__)
         self._server = AdminServer(dispatcher)
         self._undo.push_async_callback(self._server.stop)
         await self._server.start(listener)
-        self._watchdog = asyncio.get_running_loop().create_task(self._keep_alive())
-        self._undo.push_async_callback(self._end_watchdog)
-        setup.notifier.ready(f"{len(registry.all())} functions")
 
     def _progress(self, done: int, count: int) -> None:
         """Each repair may take its time; a hundred of them must not look like a hang."""
@@ -174,11 +185,11 @@ class Daemon:
         setup = self._setup
         if setup.listener is not None:
             return setup.listener
+        # Everybody may connect and is refused by level: groups of different levels need not share
+        # one more group. A configured group narrows that.
         group = setup.config.admin.socket_group
-        if not group and _may_use(DEFAULT_GROUP):
-            group = DEFAULT_GROUP
         path = setup.paths.admin_socket
-        sock = listen.bind(path, lock, group=group)
+        sock = listen.bind(path, lock, group=group, mode=0o660 if group else 0o666)
         self._undo.callback(listen.remove, path)
         return sock
 
@@ -232,15 +243,6 @@ def policy(config: Config) -> Policy:
         admin=ids(config.admin.admin),
         uids=frozenset((0, os.geteuid())),
     )
-
-
-def _may_use(group: str) -> bool:
-    """Whether it exists and a socket may be given to it: root may, others only to their own."""
-    try:
-        gid = grp.getgrnam(group).gr_gid
-    except KeyError:
-        return False
-    return os.geteuid() == 0 or gid in (os.getegid(), *os.getgroups())
 
 
 def _directory(path: Path, mode: int) -> None:

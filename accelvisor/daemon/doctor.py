@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accelvisor.daemon.lifecycle import State
+from accelvisor.daemon.reconcile import View
 from accelvisor.daemon.store import Function
 from accelvisor.limits import MIB
 
@@ -44,6 +45,7 @@ class Facts:
 
     systemd: int | None  # version, when it is pid 1
     supervisor: str
+    unit: str  # the system service that the daemon itself is, or empty
     controllers: Sequence[str]  # of cgroup v2
     huge_free_bytes: int
     memory_available_bytes: int
@@ -64,6 +66,7 @@ def gather(
     return Facts(
         systemd=_systemd(),
         supervisor=supervisor,
+        unit=_unit(_read("/proc/self/cgroup")),
         controllers=_read("/sys/fs/cgroup/cgroup.controllers").split(),
         huge_free_bytes=meminfo.get("HugePages_Free", 0) * meminfo.get("Hugepagesize", 0) * 1024,
         memory_available_bytes=meminfo.get("MemAvailable", 0) * 1024,
@@ -90,6 +93,9 @@ def _judge_systemd(facts: Facts) -> Check:
     if facts.systemd is None:
         hint = "functions run as plain processes, without the units' sandbox"
         return Check("systemd", WARNING, f"not pid 1; supervisor {facts.supervisor}", hint)
+    if facts.supervisor != "systemd" and facts.unit:
+        hint = 'they end with it, and have its rights: set [daemon] supervisor = "systemd"'
+        return Check("systemd", PROBLEM, f"functions run inside {facts.unit}", hint)
     if facts.supervisor != "systemd":
         hint = 'set [daemon] supervisor = "systemd" to sandbox the functions'
         return Check("systemd", WARNING, f"supervisor {facts.supervisor}", hint)
@@ -126,9 +132,8 @@ def _judge_admin(facts: Facts) -> Check:
     if facts.admin_mode is None:
         return Check("admin-socket", PROBLEM, "not there", "systemctl restart accelvisor.socket")
     found = f"mode {stat.S_IMODE(facts.admin_mode):04o}, group {facts.admin_group}"
-    if facts.admin_mode & stat.S_IRWXO:
-        hint = "everybody may connect; the methods are still protected: chmod o= it"
-        return Check("admin-socket", WARNING, found, hint)
+    if not facts.admin_mode & stat.S_IWOTH:
+        found += "; others cannot connect, whatever their level"
     return Check("admin-socket", OK, found)
 
 
@@ -151,6 +156,23 @@ def _judge_functions(functions: Sequence[Function]) -> Check:
     return Check("functions", OK, f"{len(functions)}, none failed")
 
 
+def judge_view(view: View, functions: Sequence[Function]) -> list[Check]:
+    """What libvirt says and the daemon does not follow."""
+    names = {item.uuid: item.name for item in functions}
+    claims = [
+        f"{item.domain} names {names.get(item.function, item.function)}" for item in view.claims
+    ]
+    found = [Check("claims", OK, "no domain names another's function")]
+    if claims:
+        hint = "accelctl function show says whose it is; take it out of the other definition"
+        found = [Check("claims", PROBLEM, "; ".join(claims), hint)]
+    if view.unreadable:
+        hint = "virsh dumpxml shows it; its functions are left as they are"
+        words = f"cannot tell which functions these have: {', '.join(view.unreadable)}"
+        found.append(Check("domains", WARNING, words, hint))
+    return found
+
+
 # --- looking ------------------------------------------------------------------------------
 
 
@@ -165,6 +187,16 @@ def _systemd() -> int | None:
         return None
     match = re.match(r"systemd (\d+)", out)
     return int(match[1]) if match else None
+
+
+def _unit(cgroups: str) -> str:
+    """The system service of a process, from its ``/proc/PID/cgroup``: version 2, or systemd's own
+    hierarchy of version 1."""
+    for line in cgroups.splitlines():
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if (number == "0" or controllers == "name=systemd") and path.startswith("/system.slice/"):
+            return next((part for part in path.split("/") if part.endswith(".service")), "")
+    return ""
 
 
 def _socket(path: Path) -> tuple[int | None, str]:

@@ -12,7 +12,7 @@ import logging
 import re
 import uuid as uuid_module
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -50,6 +50,7 @@ class World:
         clock: seconds since 1970.
         new_uuid: random UUIDs in their usual form.
         ready_s: how long a new process may take until it is ready (seconds).
+        poll_s: how often a process is asked whether it gave up (seconds).
         fault: called with the name of each step that was just done.
     """
 
@@ -58,6 +59,7 @@ class World:
     clock: Callable[[], float]
     new_uuid: Callable[[], str] = lambda: str(uuid_module.uuid4())
     ready_s: float = LIMITS.function_ready_s
+    poll_s: float = LIMITS.function_poll_s
     fault: Callable[[str], None] = lambda step: None
 
 
@@ -108,16 +110,21 @@ class Functions:
             ConflictError: ``function-exists``.
             DeadlineError, HostError: the process did not come up; everything was undone.
         """
-        return await self._carry(self._create(self._profile(profile), name, card))
+        return await self.carry(self._create(self._profile(profile), name, card))
 
-    async def delete(self, key: str) -> None:
+    async def delete(
+        self, key: str, unused: Callable[[Function], Awaitable[None]] | None = None
+    ) -> None:
         """End it. Deleting what a deletion could not finish tries again.
+
+        Args:
+            unused: asked under the function's lock; raises when it is in use after all.
 
         Raises:
             NotFoundError: ``function-not-found``.
             ConflictError: ``function-in-use``.
         """
-        await self._carry(self._delete(key))
+        await self.carry(self._delete(key, unused))
 
     async def reset(self, key: str) -> Function:
         """A function-level reset; a failed function gets a new process.
@@ -125,7 +132,7 @@ class Functions:
         Raises:
             NotFoundError, ConflictError; and what the function process answers.
         """
-        return await self._carry(self._reset(key))
+        return await self.carry(self._reset(key))
 
     async def statistics(self, key: str) -> dict[str, Any]:
         """What the function process counts."""
@@ -138,7 +145,8 @@ class Functions:
         """Write its files, start its process, wait until it is ready. The caller holds the lock."""
         self._write(function)
         self.world.fault("create:written")
-        await self.world.supervisor.start(function.uuid)
+        memory = function.memory_bytes + function.window_bytes
+        await self.world.supervisor.start(function.uuid, memory)
         self.world.fault("create:started")
         paths = self.world.paths.function(function.uuid)
         await function_link.wait_ready(paths.holder_socket, deadline_s=self.world.ready_s)
@@ -216,10 +224,13 @@ class Functions:
             created=self.world.clock(),
         )
 
-    async def _delete(self, key: str) -> None:
+    async def _delete(self, key: str, unused: Callable[[Function], Awaitable[None]] | None) -> None:
         uuid = self.registry.find(key).uuid
         async with self.lock(uuid):
             function = self.registry.find(uuid)  # it may have gone while we waited
+            move(function.state, Event.DELETE, function.name)
+            if unused is not None:
+                await unused(function)
             going = function.with_state(move(function.state, Event.DELETE, function.name))
             await self.registry.commit(going, "function-deleting", f"deleting {function.name}")
             self.world.fault("delete:journaled")
@@ -279,7 +290,7 @@ class Functions:
             hint=f"profiles: {known}",
         )
 
-    async def _carry(self, verb: Coroutine[Any, Any, T]) -> T:
+    async def carry(self, verb: Coroutine[Any, Any, T]) -> T:
         """Run a verb so that a cancelled caller does not cancel it half-way."""
         task = asyncio.get_running_loop().create_task(verb)
         self._verbs.add(task)

@@ -12,8 +12,9 @@ crashes, fails                   sees the end of the connection and resets itsel
 is undefined                     ready
 ================================ =============================================================
 
-A process that ends by itself is started again while no running domain has the function; with one it
-is ``failed`` until that domain stops, since QEMU does not connect a second time.
+A process that ends by itself, or whose holder gave up, is started again while no running domain
+has the function; with one it is ``failed`` until that domain stops, since QEMU does not connect a
+second time. One that does not come up is tried again after a pause that doubles each time.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ import asyncio
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from accelvisor.daemon import function_link, processes, reconcile
 from accelvisor.daemon.functions import Functions
 from accelvisor.daemon.lifecycle import Event, State, move
-from accelvisor.daemon.reconcile import Action, Change, Repair
+from accelvisor.daemon.reconcile import Action, Change, Repair, View
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError
 from accelvisor.hypervisor.port import Domain
@@ -41,6 +43,14 @@ RESTARTS = 3
 RESTART_WINDOW_S = 60.0
 #: How long a process that was found running may take to answer (seconds).
 ADOPT_S = 3.0
+#: Repairs at the start that are done at once: waiting for processes is most of them.
+TOGETHER = 4
+#: How long a look at the domains waits for the new processes that it asks for (seconds): whoever
+#: stopped a VM mostly finds its function ready at once, and a broken one holds up nothing else.
+REVIVE_S = 3.0
+#: The pause after the first failed revival, and the longest one (seconds).
+PAUSE_S = 5.0
+LONGEST_PAUSE_S = 300.0
 
 
 class Keeper:
@@ -52,6 +62,14 @@ class Keeper:
         self._boot_id = boot_id
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._restarts: defaultdict[str, deque[float]] = defaultdict(deque)
+        self._revivals: dict[str, asyncio.Task[None]] = {}
+        self._pauses: dict[str, asyncio.TimerHandle] = {}
+        self._failures: defaultdict[str, int] = defaultdict(int)
+        self._looks: set[asyncio.Task[None]] = set()
+        #: What libvirt says that is not followed; for Doctor.
+        self.view = View((), (), ())
+        #: Looks at all domains again.
+        self.look: Callable[[], Coroutine[Any, Any, None]] = _no_look
         functions.on_ready = self.watch
 
     async def recover(
@@ -60,9 +78,9 @@ class Keeper:
         """Bring store and machine together after a start; one failure does not stop the others.
 
         Args:
-            progress: told how many of how many repairs are done, before each.
+            progress: told how many of how many repairs are done, at the start and after each.
         """
-        new_boot = await self._registry.new_boot(self._boot_id)
+        new_boot = await self._registry.boot_id() != self._boot_id
         paths = self._functions.world.paths
         running = await self._functions.world.supervisor.list()
         directories = set(os.listdir(paths.functions) if paths.functions.is_dir() else [])
@@ -71,24 +89,49 @@ class Keeper:
         repairs = reconcile.at_start(
             self._registry.all(), running, directories, same_boot=not new_boot
         )
+        done = 0
         progress(0, len(repairs))
-        for number, repair in enumerate(repairs):
-            progress(number, len(repairs))
-            try:
-                await self._repair(repair)
-            except AccelvisorError as error:
-                LOG.error("%s of %s failed: %s", repair.action, repair.uuid, error.message)
-                await self._mark_failed(repair.uuid, error.message)
+        turn = asyncio.Semaphore(TOGETHER)
+
+        async def one(repair: Repair) -> None:
+            nonlocal done
+            async with turn:
+                await self._try_repair(repair)
+                done += 1
+                progress(done, len(repairs))
+
+        # Orphans first, alone: they may hold what the others need.
+        orphans = [item for item in repairs if self._registry.get(item.uuid) is None]
+        await asyncio.gather(*map(one, orphans))
+        await asyncio.gather(*(one(item) for item in repairs if item not in orphans))
+        # Last: a start that is cut short must not take what ran in the boot before for its own.
+        await self._registry.set_boot_id(self._boot_id)
         return repairs
 
-    async def follow(self, domains: Sequence[Domain]) -> None:
-        """Let the functions follow what libvirt says of its domains."""
-        for change in reconcile.follow(self._registry.all(), domains):
+    async def follow(self, functions: Sequence[Function], domains: Sequence[Domain]) -> None:
+        """Let the functions follow what libvirt says of its domains.
+
+        Args:
+            functions: as they were before libvirt was asked. One that a verb has changed since is
+                left to the look that follows the verb.
+        """
+        view = reconcile.follow(functions, domains)
+        known = {item.uuid: item for item in functions}
+        await self._report(view, known)
+        started: list[asyncio.Task[None]] = []
+        for change in view.changes:
+            planned = known[change.uuid]
+            if change.event is Event.PROCESS_READY:
+                started += self._start_revival(change, planned)
+                continue
             try:
                 async with self._functions.lock(change.uuid):
-                    await self._apply(change)
+                    if self._registry.get(change.uuid) is planned:
+                        await self._apply(change, planned)
             except AccelvisorError as error:
                 LOG.warning("function %s: %s", change.uuid, error.message)
+        if started:
+            await asyncio.wait(started, timeout=REVIVE_S)
 
     def watch(self, uuid: str) -> None:
         """Notice the end of the function's process."""
@@ -103,12 +146,24 @@ class Keeper:
 
     async def stop(self) -> None:
         """Stop watching; the functions go on."""
-        tasks = list(self._watches.values())
+        tasks = [*self._watches.values(), *self._revivals.values(), *self._looks]
         for uuid in list(self._watches):
             self.unwatch(uuid)
+        for pause in self._pauses.values():
+            pause.cancel()
+        for task in (*self._revivals.values(), *self._looks):
+            task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     # --- repairs at the start --------------------------------------------------------------------
+
+    async def _try_repair(self, repair: Repair) -> None:
+        try:
+            await self._repair(repair)
+        except Exception as error:  # a start that ends here would end at each further one too
+            reason = error.message if isinstance(error, AccelvisorError) else repr(error)
+            LOG.error("%s of %s failed: %s", repair.action, repair.uuid, reason)
+            await self._mark_failed(repair.uuid, reason)
 
     async def _repair(self, repair: Repair) -> None:
         if repair.action is not Action.ADOPT:
@@ -160,15 +215,16 @@ class Keeper:
 
     async def _watch(self, uuid: str) -> None:
         try:
-            await self._ended(uuid)
-            await self._after_end(uuid)
+            why = await self._ended(uuid)
+            await self._after_end(uuid, why)
         except AccelvisorError as error:
             LOG.error("watching function %s failed: %s", uuid, error.message)
         finally:
             if self._watches.get(uuid) is asyncio.current_task():
                 del self._watches[uuid]
 
-    async def _ended(self, uuid: str) -> None:
+    async def _ended(self, uuid: str) -> str:
+        """Wait for the end of its process, or of its use; the reason in words."""
         while True:
             try:
                 pid = await self._functions.world.supervisor.pid(uuid)
@@ -177,22 +233,35 @@ class Keeper:
                 LOG.warning("cannot see the process of function %s: %s", uuid, error.message)
                 await asyncio.sleep(ADOPT_S)
         process = processes.of_pid(pid) if pid is not None else None
-        if process is not None:
-            await process.ended()
+        while process is not None and not await process.wait(self._functions.world.poll_s):
+            gave_up = await self._gave_up(uuid)
+            if gave_up:
+                return f"gave up: {gave_up}"
+        return "ended"
 
-    async def _after_end(self, uuid: str) -> None:
+    async def _gave_up(self, uuid: str) -> str:
+        """Why its holder serves no more, or empty. One that does not answer now is asked later."""
+        files = self._functions.world.paths.function(uuid)
+        try:
+            status = await function_link.call(files.holder_socket, "status")
+        except AccelvisorError as error:
+            LOG.warning("function %s: %s", uuid, error.message)
+            return ""
+        return str(status.get("gave_up") or "")[:200]
+
+    async def _after_end(self, uuid: str, why: str) -> None:
         async with self._functions.lock(uuid):
             function = self._registry.get(uuid)
             if function is None or self._watches.get(uuid) is not asyncio.current_task():
                 return  # deleted, or another process is watched by now
             if function.state in (State.CREATING, State.DELETING):
                 return
-            await self._lost(function)
+            await self._lost(function, why)
 
-    async def _lost(self, function: Function) -> None:
-        """Its process ended by itself."""
+    async def _lost(self, function: Function, how: str) -> None:
+        """Its process ended by itself, or gave up."""
         if function.state is State.RUNNING:
-            why = f"its process ended while domain {function.domain} used it"
+            why = f"its process {how} while domain {function.domain} used it"
             await self._mark_failed(function.uuid, why)
             return
         now = asyncio.get_running_loop().time()
@@ -200,14 +269,17 @@ class Keeper:
         while recent and recent[0] < now - RESTART_WINDOW_S:
             recent.popleft()
         if len(recent) >= RESTARTS:
-            why = f"its process ended {RESTARTS + 1} times within {RESTART_WINDOW_S:g} s"
+            why = f"its process {how} {RESTARTS + 1} times within {RESTART_WINDOW_S:g} s"
             await self._mark_failed(function.uuid, why)
+            self._pause(function.uuid)
             return
         recent.append(now)
+        by_itself = "ended by itself" if how == "ended" else how
         try:
-            await self._restart(function, "its process ended by itself")
+            await self._restart(function, f"its process {by_itself}")
         except AccelvisorError as error:
             await self._mark_failed(function.uuid, error.message)
+            self._pause(function.uuid)
 
     async def _mark_failed(self, uuid: str, why: str) -> None:
         function = self._registry.get(uuid)
@@ -219,24 +291,79 @@ class Keeper:
 
     # --- domains that come and go ----------------------------------------------------------------
 
-    async def _apply(self, change: Change) -> None:
-        function = self._registry.get(change.uuid)
-        if function is None:
-            return
-        if change.event is Event.PROCESS_READY:
-            function = await self._functions.revive(function)
-            event = Event.RELEASED if change.domain is None else Event.TAKEN
-        else:
-            event = change.event
+    async def _report(self, view: View, known: Mapping[str, Function]) -> None:
+        """One event for each claim that was not there at the last look."""
+        before, self.view = set(self.view.claims), view
+        for claim in view.claims:
+            if claim in before:
+                continue
+            function = known[claim.function]
+            has = f"belongs to domain {function.domain}" if function.domain else "is not free"
+            await self._registry.record(
+                "function-claimed",
+                claim.function,
+                f"domain {claim.domain} names {function.name}, which {has}",
+            )
+
+    async def _apply(self, change: Change, function: Function) -> None:
         placed = replace(function, domain=change.domain, domain_uuid=change.domain_uuid)
         words = {
             Event.STARTED: f"runs in domain {change.domain}",
             Event.TAKEN: f"is attached to domain {change.domain}",
             Event.RELEASED: f"is free again (was with domain {function.domain})",
         }
-        await self._commit(placed, event, words[event])
+        await self._commit(placed, change.event, words[change.event])
+
+    def _start_revival(self, change: Change, planned: Function) -> list[asyncio.Task[None]]:
+        """A task that gives a failed function a new process, unless one is at it or it pauses."""
+        if change.uuid in self._revivals or change.uuid in self._pauses:
+            return []
+        task = asyncio.get_running_loop().create_task(self._revive(change, planned))
+        self._revivals[change.uuid] = task
+        return [task]
+
+    async def _revive(self, change: Change, planned: Function) -> None:
+        try:
+            async with self._functions.lock(change.uuid):
+                if self._registry.get(change.uuid) is not planned:
+                    return
+                function = await self._functions.revive(planned)
+                event = Event.RELEASED if change.domain is None else Event.TAKEN
+                await self._apply(replace(change, event=event), function)
+                self._failures.pop(change.uuid, None)
+        except Exception as error:
+            reason = error.message if isinstance(error, AccelvisorError) else repr(error)
+            LOG.warning("function %s: no new process: %s", change.uuid, reason)
+            await self._mark_failed(change.uuid, reason)
+            self._pause(change.uuid)
+        finally:
+            self._revivals.pop(change.uuid, None)
+
+    def _pause(self, uuid: str) -> None:
+        """Leave a failed function alone for a while, then look again."""
+        self._failures[uuid] += 1
+        pause = min(LONGEST_PAUSE_S, PAUSE_S * 2 ** min(self._failures[uuid] - 1, 16))
+
+        def over() -> None:
+            self._pauses.pop(uuid, None)
+            if self._registry.get(uuid) is None:
+                self._failures.pop(uuid, None)
+                return
+            task = loop.create_task(self.look())
+            self._looks.add(task)
+            task.add_done_callback(self._looks.discard)
+
+        loop = asyncio.get_running_loop()
+        previous = self._pauses.pop(uuid, None)
+        if previous is not None:
+            previous.cancel()
+        self._pauses[uuid] = loop.call_later(pause, over)
 
     async def _commit(self, function: Function, event: Event, words: str) -> None:
         state = move(function.state, event, function.name)
         kind = "function-started" if event is Event.PROCESS_READY else f"function-{state}"
         await self._registry.commit(function.with_state(state), kind, f"{function.name} {words}")
+
+
+async def _no_look() -> None:
+    """Without libvirt there is nothing to look at."""

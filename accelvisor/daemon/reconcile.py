@@ -8,7 +8,8 @@ next look came.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -84,38 +85,84 @@ class Change:
     domain_uuid: str | None
 
 
-def follow(functions: Sequence[Function], domains: Sequence[Domain]) -> list[Change]:
-    """The changes that libvirt's view asks for; none where both agree already.
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A domain that names a function which another domain has: reported, never followed."""
 
-    A domain that runs counts for more than one whose stored definition names the same function.
-    A failed function of a domain is revived (``PROCESS_READY`` is asked for) once no running domain
-    has it: QEMU does not connect again, so its guest has lost the device until it is started anew.
-    One without a domain is left to its administrator.
+    function: str
+    domain: str
+    domain_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What libvirt's domains mean for the functions.
+
+    Attributes:
+        changes: none where both agree already.
+        claims: of domains that do not own what they name.
+        unreadable: names of domains of which it is not known what they have.
     """
-    live: dict[str, Domain] = {}
-    stored: dict[str, Domain] = {}
+
+    changes: Sequence[Change]
+    claims: Sequence[Claim]
+    unreadable: Sequence[str]
+
+
+def follow(functions: Sequence[Function], domains: Sequence[Domain]) -> View:
+    """The changes that libvirt's view asks for.
+
+    A function stays with its domain as long as that one names it: whoever pastes or clones a
+    definition does not take it away. One that no domain has is taken by the first that names it, a
+    running one before others. What is not known releases nothing. A failed function of a domain is
+    revived (``PROCESS_READY`` is asked for) once no running domain has it: QEMU does not connect
+    again, so its guest has lost the device until it is started anew. One without a domain is left
+    to its administrator.
+    """
+    live: defaultdict[str, list[Domain]] = defaultdict(list)
+    stored: defaultdict[str, list[Domain]] = defaultdict(list)
     for domain in domains:
-        if domain.state.active:
-            live.update(dict.fromkeys(domain.live_functions, domain))
-        stored.update(dict.fromkeys(domain.persistent_functions, domain))
-    changes = [_change(function, live, stored) for function in functions]
-    return [change for change in changes if change is not None]
+        for uuid in dict.fromkeys(domain.live_functions if domain.state.active else ()):
+            live[uuid].append(domain)
+        for uuid in dict.fromkeys(domain.persistent_functions):
+            stored[uuid].append(domain)
+    unknown = {domain.uuid for domain in domains if not domain.functions_known}
+    changes: list[Change] = []
+    claims: list[Claim] = []
+    for function in functions:
+        running, defined = live[function.uuid], stored[function.uuid]
+        owner = _owner(function, [*running, *defined])
+        change = _change(function, owner, running, unknown)
+        if change is not None:
+            changes.append(change)
+        has = owner.uuid if owner is not None else function.domain_uuid
+        others = {item.uuid: item for item in (*running, *defined) if item.uuid != has}
+        claims += [Claim(function.uuid, item.name, item.uuid) for item in others.values()]
+    return View(changes, claims, [item.name for item in domains if item.uuid in unknown])
+
+
+def _owner(function: Function, naming: Sequence[Domain]) -> Domain | None:
+    """Whose it is, of the domains that name it, the running ones first."""
+    for domain in naming:
+        if domain.uuid == function.domain_uuid:
+            return domain
+    # A newcomer gets only what nobody has.
+    return naming[0] if naming and function.state is State.READY else None
 
 
 def _change(
-    function: Function, live: Mapping[str, Domain], stored: Mapping[str, Domain]
+    function: Function, owner: Domain | None, running: Sequence[Domain], unknown: Collection[str]
 ) -> Change | None:
-    if function.state in (State.CREATING, State.DELETING):
+    if function.state in (State.CREATING, State.DELETING) or function.domain_uuid in unknown:
         return None
-    domain = live.get(function.uuid) or stored.get(function.uuid)
-    name, uuid = (domain.name, domain.uuid) if domain else (None, None)
+    name, uuid = (owner.name, owner.uuid) if owner else (None, None)
     if function.state is State.FAILED:
-        if function.uuid in live or (domain is None and function.domain_uuid is None):
+        if running or (owner is None and function.domain_uuid is None):
             return None
         return Change(function.uuid, Event.PROCESS_READY, name, uuid)
-    if function.uuid in live:
+    if owner is not None and uuid in {item.uuid for item in running}:
         wanted, event = State.RUNNING, Event.STARTED
-    elif domain is not None:
+    elif owner is not None:
         wanted, event = State.ATTACHED, Event.TAKEN
     else:
         wanted, event = State.READY, Event.RELEASED

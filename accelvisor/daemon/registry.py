@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from accelvisor.daemon.events import EventHub
@@ -70,6 +71,10 @@ class Registry:
         self._functions[function.uuid] = function
         self._hub.publish(record)
 
+    def touch(self, function: Function) -> None:
+        """Show the same row as another object: whoever planned with the old one plans anew."""
+        self._functions[function.uuid] = replace(function)
+
     async def remove(self, uuid: str, message: str) -> None:
         record = await self._call(self._store.delete, uuid, message)
         self._functions.pop(uuid, None)
@@ -79,15 +84,15 @@ class Registry:
         """An event that changes no function."""
         self._hub.publish(await self._call(self._store.record, kind, subject, message))
 
-    async def events(self, after: int, limit: int) -> Sequence[EventRecord]:
+    async def events(self, after: int | None, limit: int) -> Sequence[EventRecord]:
         return await self._call(self._store.events, after, limit)
 
-    async def new_boot(self, boot_id: str) -> bool:
-        """Whether the store was last used in another boot; from now on it is this one's."""
-        before = await self._call(self._store.boot_id)
-        if before != boot_id:
-            await self._call(self._store.set_boot_id, boot_id)
-        return before != boot_id
+    async def boot_id(self) -> str | None:
+        """The boot in which the store was last used."""
+        return await self._call(self._store.boot_id)
+
+    async def set_boot_id(self, boot_id: str) -> None:
+        await self._call(self._store.set_boot_id, boot_id)
 
     async def host_uuid(self, fresh: Callable[[], str]) -> str:
         return await self._call(self._store.host_uuid, fresh)

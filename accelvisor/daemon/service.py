@@ -15,7 +15,8 @@ from accelvisor.daemon import attach, doctor, wire
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions
-from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
+from accelvisor.daemon.reconcile import View
+from accelvisor.errors import NotFoundError, UsageError
 from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import Domain, DomainsPort
 
@@ -24,6 +25,8 @@ ALIVE_S = 15.0
 STOP_S = 60.0
 DETACH_S = 15.0
 LONGEST_S = 600.0
+#: Events that are read from the store at once.
+PAGE = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +47,10 @@ class AdminService:
         self,
         identity: Identity,
         functions: Functions,
-        links: DomainsLink,
+        links: DomainsLink[Any],
         hub: EventHub,
         examine: Callable[[], Sequence[Finding]],
+        view: Callable[[], View],
     ) -> None:
         self.identity = identity
         self._functions = functions
@@ -54,11 +58,12 @@ class AdminService:
         self._links = links
         self._hub = hub
         self._examine = examine
+        self._view = view
 
     # --- the host --------------------------------------------------------------------------------
 
     async def get_host(self) -> dict[str, Any]:
-        hypervisor = await self._hypervisor()
+        hypervisor = await self._links.version()
         return {
             "host": {
                 "name": self.identity.name,
@@ -95,7 +100,10 @@ class AdminService:
 
     async def list_profiles(self) -> dict[str, Any]:
         cards, held = self._functions.cards, self._registry.held()
-        return {"profiles": [wire.profile(p, cards, held) for p in self._functions.profiles]}
+        profiles = self._functions.profiles
+        # Placing one after the other until none fits takes a second on the largest cards.
+        made = await asyncio.to_thread(lambda: [wire.profile(p, cards, held) for p in profiles])
+        return {"profiles": made}
 
     async def doctor(self) -> dict[str, Any]:
         world = self._functions.world
@@ -106,10 +114,12 @@ class AdminService:
             supervisor=world.supervisor.name,
             socket_group=self._functions.socket_group,
         )
+        view = self._view()
         checks = [
             doctor.Check(item.name, item.severity.value, item.found, item.hint) for item in findings
         ]
         checks += doctor.judge(facts, self._registry.all())
+        checks += doctor.judge_view(view, self._registry.all())
         return {"checks": [item.to_dict() for item in checks]}
 
     # --- functions -------------------------------------------------------------------------------
@@ -129,7 +139,11 @@ class AdminService:
     async def delete_function(self, function: str, force: bool | None = None) -> dict[str, Any]:
         if force:
             await attach.release(self._functions, self._links, function, DETACH_S)
-        await self._functions.delete(function)
+            await self._functions.delete(function)
+        else:
+            await self._functions.delete(
+                function, lambda item: attach.require_unused(self._functions, self._links, item)
+            )
         return {}
 
     async def function_statistics(self, function: str) -> dict[str, Any]:
@@ -220,7 +234,7 @@ class AdminService:
         return {}
 
     async def start_domain(self, domain: str) -> dict[str, Any]:
-        return await self._domain(lambda port: port.start(domain))
+        return await self._domain(lambda port: port.start(domain), patient=True)
 
     async def stop_domain(self, domain: str, deadline: float | None = None) -> dict[str, Any]:
         seconds = _deadline(deadline, STOP_S)
@@ -249,9 +263,9 @@ class AdminService:
         self, after: int | None = None, limit: int | None = None
     ) -> dict[str, Any]:
         count = 1000 if limit is None else limit
-        if not 1 <= count <= 1000 or (after or 0) < 0:
+        if not 1 <= count <= PAGE or (after or 0) < 0:
             raise UsageError("limit is 1 to 1000, after is not negative", where="admin")
-        records = await self._registry.events(after or 0, count)
+        records = await self._registry.events(after, count)
         return {"events": [wire.event(item) for item in records]}
 
     async def watch_events(self, after: int | None = None) -> AsyncGenerator[dict[str, Any], None]:
@@ -260,9 +274,11 @@ class AdminService:
             last = -1
             if after is not None:
                 # The watcher was there first, so what happens meanwhile comes twice: skip by id.
-                for record in await self._registry.events(max(after, 0), 1000):
-                    last = record.id
-                    yield {"event": wire.event(record)}
+                last = max(after, 0)
+                while records := await self._registry.events(last, PAGE):
+                    for record in records:
+                        last = record.id
+                        yield {"event": wire.event(record)}
             while True:
                 news = await watcher.next(ALIVE_S)
                 if news is None:
@@ -283,12 +299,6 @@ class AdminService:
         if look:
             await self._links.look()
         return {"domain": wire.domain(found)}
-
-    async def _hypervisor(self) -> str | None:
-        try:
-            return await self._links.call(lambda port: port.version())
-        except AccelvisorError:
-            return None
 
 
 def _deadline(given: float | None, default: float) -> float:

@@ -191,14 +191,20 @@ class Store:
         with self._transaction():
             return self._event(kind, subject, message)
 
-    def events(self, after: int = 0, limit: int = 1000) -> list[EventRecord]:
-        """The newest ``limit`` events with an id above ``after``, oldest first."""
+    def events(self, after: int | None = None, limit: int = 1000) -> list[EventRecord]:
+        """Oldest first: the next ``limit`` with an id above ``after``; without it the newest."""
+        newest = (
+            "SELECT * FROM (SELECT id, time, kind, subject, message FROM events"
+            " ORDER BY id DESC LIMIT ?) ORDER BY id"
+        )
+        following = (
+            "SELECT id, time, kind, subject, message FROM events WHERE id > ? ORDER BY id LIMIT ?"
+        )
         with self._guard():
-            rows = self._db.execute(
-                "SELECT * FROM (SELECT id, time, kind, subject, message FROM events"
-                " WHERE id > ? ORDER BY id DESC LIMIT ?) ORDER BY id",
-                (after, limit),
-            ).fetchall()
+            if after is None:
+                rows = self._db.execute(newest, (limit,)).fetchall()
+            else:
+                rows = self._db.execute(following, (after, limit)).fetchall()
         return [EventRecord(*row) for row in rows]
 
     # --- inside ----------------------------------------------------------------------------------

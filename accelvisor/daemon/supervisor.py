@@ -17,11 +17,16 @@ from typing import Protocol
 from accelvisor.daemon import function_link, processes
 from accelvisor.daemon.paths import Paths
 from accelvisor.errors import AccelvisorError, DeadlineError, SystemFailure
+from accelvisor.limits import GIB
 
 #: How long each step of stopping may take before the next, harsher one (seconds).
 SHUTDOWN_S = 2.0
 TERMINATE_S = 2.0
 KILL_S = 5.0
+#: MemoryMax= of the unit file, and what a function uses beside its device's memory: programs,
+#: libraries, compiled kernels, scratch, by measurement under 300 MiB.
+UNIT_MEMORY_BYTES = 8 * GIB
+OWN_MEMORY_BYTES = GIB
 
 
 class ProcessState(StrEnum):
@@ -38,8 +43,12 @@ class Supervisor(Protocol):
 
     name: str
 
-    async def start(self, uuid: str) -> None:
-        """Start the process of the spec that is on disk; readiness is asked of it, not of us."""
+    async def start(self, uuid: str, memory_bytes: int = 0) -> None:
+        """Start the process of the spec that is on disk; readiness is asked of it, not of us.
+
+        Args:
+            memory_bytes: what its guest may make it use, for a ceiling above that.
+        """
 
     async def stop(self, uuid: str) -> None:
         """End the process and all of its children, gently, then not. Returns when it is gone."""
@@ -56,11 +65,12 @@ class Supervisor(Protocol):
 
 
 def choose(kind: str, paths: Paths) -> Supervisor:
-    """``auto`` takes systemd where it is pid 1 and the daemon may command it."""
+    """``auto`` takes systemd where it is pid 1, also when the daemon is not root: polkit lets the
+    packaged one command its units, and a process of the daemon's own would end with its unit."""
     if kind == "auto":
         booted = Path("/run/systemd/system").is_dir()
         usual = str(paths.run) == "/run/accelvisor"  # the units know no other directory
-        kind = "systemd" if booted and usual and os.geteuid() == 0 else "subprocess"
+        kind = "systemd" if booted and usual else "subprocess"
     return SystemdSupervisor() if kind == "systemd" else SubprocessSupervisor(paths)
 
 
@@ -79,7 +89,7 @@ class SubprocessSupervisor:
         self._paths = paths
         self._command = tuple(command)
 
-    async def start(self, uuid: str) -> None:
+    async def start(self, uuid: str, memory_bytes: int = 0) -> None:
         if await self.pid(uuid) is not None:
             return
         files = self._paths.function(uuid)
@@ -143,7 +153,12 @@ class SystemdSupervisor:
     def __init__(self, systemctl: Sequence[str] = ("systemctl", "--no-ask-password")) -> None:
         self._systemctl = tuple(systemctl)
 
-    async def start(self, uuid: str) -> None:
+    async def start(self, uuid: str, memory_bytes: int = 0) -> None:
+        if memory_bytes > UNIT_MEMORY_BYTES - OWN_MEMORY_BYTES:
+            # Shared memory is charged to the unit: under its usual ceiling a large function would
+            # be killed for what it was promised.
+            ceiling = f"MemoryMax={memory_bytes + OWN_MEMORY_BYTES}"
+            await self._run("set-property", "--runtime", self._unit(uuid), ceiling)
         # --no-block: readiness is asked of the process itself, with our own deadline.
         try:
             await self._run("start", "--no-block", self._unit(uuid))

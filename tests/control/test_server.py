@@ -233,6 +233,42 @@ def test_a_stranger_is_refused_but_may_introspect() -> None:
     run(scenario)
 
 
+def test_a_strangers_parameters_are_not_looked_at() -> None:
+    """The socket is open to all: who has no level hears so before anything that he sent counts."""
+
+    async def scenario() -> None:
+        async with serving(identify=lambda sock: Peer(77, {77})) as place:
+            reader, writer = await place.raw()
+            writer.write(call("GetCard", parameters={"no": "such"}))
+            answer = await reply(reader)
+            assert answer["error"] == "io.accelvisor.Admin.PermissionDenied"
+            writer.write(call("ListFunctions", parameters={"x": "y" * 5000}))
+            answer = await reply(reader)
+            assert answer["parameters"]["code"] == "message-too-long"
+            assert await reader.read() == b""
+
+    run(scenario)
+
+
+def test_strangers_share_few_connections() -> None:
+    """However many uids they have, the others get in."""
+    peers = [Peer(uid, {9}) for uid in (70, 71, 72)] + [Peer(5, {5}), Peer(0, {0})]
+
+    async def scenario() -> None:
+        limits = replace(LIMITS, admin_clients_without_level=2)
+        policy = Policy(read={5}, uids={0})
+        async with serving(limits, policy, lambda sock: peers.pop(0)) as place:
+            outcomes = []
+            for _ in range(5):
+                reader, writer = await place.raw()
+                writer.write(call("ListFunctions"))
+                outcomes.append((await reply(reader)).get("error", "served").rsplit(".", 1)[-1])
+            refused = "PermissionDenied"
+            assert outcomes == [refused, refused, "Unavailable", "served", "served"]
+
+    run(scenario)
+
+
 def test_a_second_client_does_not_wait_for_the_first() -> None:
     """A13: second client hangs."""
 

@@ -1,5 +1,6 @@
 """A function process as the daemon sees one: the three sockets, and a temper given by the file
-``temper`` beside the specification (ready, slow, never, refuses, quits)."""
+``temper`` beside the specification (ready, slow, never, refuses, quits). The files UUID.gave-up and
+UUID.connected there make it say so."""
 
 from __future__ import annotations
 
@@ -44,6 +45,10 @@ def main() -> None:
     temper = os.environ.get("FAKE_TEMPER") or (marker.read_text() if marker.exists() else "ready")
     if temper == "quits":
         sys.exit("I do not want to")
+    gave_up = Path(sys.argv[1]).with_suffix(".gave-up")
+    gave_up.unlink(missing_ok=True)
+    connected = Path(sys.argv[1]).with_suffix(".connected")
+    connected.unlink(missing_ok=True)
     resets = 0
     born = time.monotonic()
 
@@ -52,7 +57,9 @@ def main() -> None:
             error = {"code": "no-memory", "message": "no memory", "where": "holder", "hint": "buy"}
             return {"error": error}
         ready = temper != "never" and (temper != "slow" or time.monotonic() - born > 0.3)
-        return {"parameters": {"ready": ready, "connected": False}}
+        reason = gave_up.read_text() if gave_up.exists() else ""
+        fields = {"ready": ready and not reason, "connected": connected.exists()}
+        return {"parameters": {**fields, "gave_up": reason}}
 
     def control(method: str) -> dict[str, object]:
         nonlocal resets

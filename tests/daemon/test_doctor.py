@@ -12,6 +12,7 @@ import pytest
 from accelvisor.daemon import doctor
 from accelvisor.daemon.doctor import OK, PROBLEM, WARNING, Facts, gather, judge
 from accelvisor.daemon.lifecycle import State
+from accelvisor.daemon.reconcile import Claim, View
 from accelvisor.hypervisor.capabilities import Finding, Severity
 
 from .harness import Harness
@@ -20,10 +21,11 @@ from .test_reconcile import function
 GOOD = Facts(
     systemd=257,
     supervisor="systemd",
+    unit="accelvisor.service",
     controllers=("cpu", "memory", "io"),
     huge_free_bytes=0,
     memory_available_bytes=1 << 34,
-    admin_mode=stat.S_IFSOCK | 0o660,
+    admin_mode=stat.S_IFSOCK | 0o666,
     admin_group="accelvisor",
     socket_group_missing="",
 )
@@ -45,10 +47,10 @@ def test_a_good_host_has_no_finding() -> None:
     ("name", "changes", "severity", "text"),
     [
         ("systemd", {"systemd": None, "supervisor": "subprocess"}, WARNING, "not pid 1"),
-        ("systemd", {"supervisor": "subprocess"}, WARNING, "subprocess"),
+        ("systemd", {"supervisor": "subprocess", "unit": ""}, WARNING, "subprocess"),
+        ("systemd", {"supervisor": "subprocess"}, PROBLEM, "inside accelvisor.service"),
         ("cgroups", {"controllers": ("cpu",)}, WARNING, "no memory"),
         ("admin-socket", {"admin_mode": None}, PROBLEM, "not there"),
-        ("admin-socket", {"admin_mode": stat.S_IFSOCK | 0o666}, WARNING, "0666"),
         ("socket-group", {"socket_group_missing": "kvm"}, PROBLEM, '"kvm"'),
     ],
 )
@@ -99,6 +101,35 @@ def test_the_hypervisors_findings_come_first(harness: Harness) -> None:
                 "found": "none for fake",
                 "hint": "apt install",
             }
-            assert [item["name"] for item in checks[1:]] == [item.name for item in judge(GOOD, [])]
+            own = [item.name for item in judge(GOOD, [])]
+            assert [item["name"] for item in checks[1:]] == [*own, "claims"]
 
     asyncio.run(scenario())
+
+
+def test_a_socket_that_a_group_was_given_is_said_to_be_narrow() -> None:
+    found = finding("admin-socket", admin_mode=stat.S_IFSOCK | 0o660)
+    assert (found.severity, "others cannot connect" in found.found) == (OK, True)
+
+
+@pytest.mark.parametrize(
+    ("cgroups", "unit"),
+    [
+        ("0::/system.slice/accelvisor.service\n", "accelvisor.service"),
+        ("1:name=systemd:/system.slice/accelvisor.service\n0::/\n", "accelvisor.service"),
+        ("0::/user.slice/user-1000.slice/session-2.scope\n", ""),
+        ("0::/\n", ""),
+        ("nonsense\n\n", ""),
+    ],
+)
+def test_the_unit_that_a_daemon_runs_in(cgroups: str, unit: str) -> None:
+    assert doctor._unit(cgroups) == unit
+
+
+def test_claims_and_unreadable_domains_are_findings() -> None:
+    functions = [function("f", State.ATTACHED, "vm")]
+    view = View((), (Claim("f", "clone", "clone"),), ("odd",))
+    [claims, unreadable] = doctor.judge_view(view, functions)
+    assert (claims.severity, claims.found) == (PROBLEM, "clone names f")
+    assert (unreadable.severity, "odd" in unreadable.found) == (WARNING, True)
+    assert [item.severity for item in doctor.judge_view(View((), (), ()), functions)] == [OK]

@@ -116,7 +116,7 @@ def test_what_happened_while_the_daemon_was_away(harness: Harness, vm: str) -> N
             vm, DomainEventKind.STOPPED, state=DomainState.SHUTOFF, live_functions=()
         )
         async with harness.daemon():
-            assert await harness.state("mine") == "attached"
+            await harness.until("mine", "attached")
 
     asyncio.run(scenario())
 

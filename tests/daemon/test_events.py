@@ -102,3 +102,30 @@ def test_bounds_of_the_list(harness: Harness, given: dict[str, int]) -> None:
                 await harness.call("ListEvents", **given)
 
     asyncio.run(scenario())
+
+
+def test_a_follower_that_was_away_for_long_misses_nothing(harness: Harness) -> None:
+    """More than one page: none of the middle is lost."""
+
+    async def scenario() -> None:
+        async with harness.daemon() as daemon:
+            for number in range(2500):
+                await daemon._functions.registry.record("test", "", str(number))
+
+            def watch() -> list[int]:
+                seen: list[int] = []
+                with AdminClient(str(harness.paths.admin_socket)) as client:
+                    for reply in client.stream("WatchEvents", {"after": 1}):
+                        if reply["event"] is not None:
+                            seen.append(reply["event"]["id"])
+                        if seen and seen[-1] == 2500:
+                            return seen
+                return seen
+
+            assert await asyncio.to_thread(watch) == list(range(2, 2501))
+            first = (await harness.call("ListEvents", after=1, limit=3))["events"]
+            assert [event["id"] for event in first] == [2, 3, 4]
+            newest = (await harness.call("ListEvents", limit=3))["events"]
+            assert [event["id"] for event in newest] == [2498, 2499, 2500]
+
+    asyncio.run(scenario())

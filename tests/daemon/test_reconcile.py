@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accelvisor.daemon.inventory import Placement
 from accelvisor.daemon.lifecycle import Event, State, move
-from accelvisor.daemon.reconcile import Action, at_start, follow
+from accelvisor.daemon.reconcile import Action, Change, Claim, at_start, follow
 from accelvisor.daemon.store import Function
 from accelvisor.hypervisor.port import Domain, DomainState
 
@@ -75,20 +76,24 @@ def test_every_trace_of_a_function_is_dealt_with_once(
 
 
 def apply(functions: Sequence[Function], domains: Sequence[Domain]) -> list[Function]:
-    """Carry out what follow() asks for, as the keeper does."""
-    changes = {change.uuid: change for change in follow(functions, domains)}
-    done = []
-    for item in functions:
-        change = changes.get(item.uuid)
-        if change is not None:
-            event = change.event
-            if event is Event.PROCESS_READY:
-                item = item.with_state(move(item.state, event, ""))
-                event = Event.RELEASED if change.domain is None else Event.TAKEN
-            item = item.with_state(move(item.state, event, ""))
-            item = replace(item, domain=change.domain, domain_uuid=change.domain_uuid)
-        done.append(item)
+    """Carry out what follow() asks for, as the keeper does, in two looks: what one domain gives up
+    is free in the first and another's in the second."""
+    done = list(functions)
+    for _ in range(2):
+        changes = {change.uuid: change for change in follow(done, domains).changes}
+        done = [_changed(item, changes.get(item.uuid)) for item in done]
     return done
+
+
+def _changed(item: Function, change: Change | None) -> Function:
+    if change is None:
+        return item
+    event = change.event
+    if event is Event.PROCESS_READY:
+        item = item.with_state(move(item.state, event, ""))
+        event = Event.RELEASED if change.domain is None else Event.TAKEN
+    item = item.with_state(move(item.state, event, ""))
+    return replace(item, domain=change.domain, domain_uuid=change.domain_uuid)
 
 
 SUBSETS = st.lists(st.sampled_from(UUIDS), unique=True)
@@ -122,7 +127,17 @@ def test_after_a_look_functions_and_domains_agree(rows, domains) -> None:
             assert item.uuid in live
         if item.state is State.ATTACHED:
             assert item.uuid in stored
-            assert item.uuid not in live
+        if item.state in (State.ATTACHED, State.RUNNING):
+            # Whoever has it keeps it as long as it names it.
+            naming = {
+                domain.uuid
+                for domain in domains
+                if item.uuid in domain.persistent_functions
+                or (domain.state.active and item.uuid in domain.live_functions)
+            }
+            assert item.domain_uuid in naming
+            if before.domain_uuid in naming:
+                assert item.domain_uuid == before.domain_uuid
         if item.state is State.READY:
             assert item.uuid not in live | stored
             assert item.domain is None
@@ -131,4 +146,43 @@ def test_after_a_look_functions_and_domains_agree(rows, domains) -> None:
         if item.state is State.FAILED:
             assert before.state is State.FAILED
             assert item.uuid in live or before.domain is None
-    assert follow(after, domains) == []  # a second look finds nothing to do
+    assert follow(after, domains).changes == []  # one more look finds nothing to do
+
+
+def vm(name: str, *stored: str, live: Sequence[str] = (), known: bool = True) -> Domain:
+    state = DomainState.RUNNING if live else DomainState.SHUTOFF
+    return Domain(name, name, state, True, 1, 1, live, stored, functions_known=known)
+
+
+@pytest.mark.parametrize("clone", ["a-clone", "z-clone"])
+@pytest.mark.parametrize("live", [(), ("f",)])
+def test_a_clone_does_not_take_the_function_of_its_original(
+    clone: str, live: Sequence[str]
+) -> None:
+    """virt-clone copies the metadata. Whatever its name, and even if it came to run."""
+    mine = function("f", State.ATTACHED, "m")
+    view = follow([mine], [vm(clone, "f", live=live), vm("m", "f")])
+    assert view.changes == []
+    assert view.claims == [Claim("f", clone, clone)]
+
+
+def test_a_newcomer_gets_only_what_is_ready() -> None:
+    domains = [vm("x", "f")]
+    for state in State:
+        view = follow([function("f", state)], domains)
+        adopted = [change.domain for change in view.changes if change.domain]
+        assert adopted == (["x"] if state is State.READY else []), state
+
+
+def test_of_two_newcomers_the_one_that_runs_gets_it() -> None:
+    view = follow([function("f", State.READY)], [vm("a", "f"), vm("b", live=["f"])])
+    assert [(item.domain, item.event) for item in view.changes] == [("b", Event.STARTED)]
+    assert view.claims == [Claim("f", "a", "a")]
+
+
+@pytest.mark.parametrize("state", [State.ATTACHED, State.RUNNING, State.FAILED])
+def test_what_cannot_be_read_releases_nothing(state: State) -> None:
+    view = follow([function("f", state, "odd")], [vm("odd", known=False), vm("x", "f")])
+    assert view.changes == []
+    assert view.unreadable == ["odd"]
+    assert view.claims == [Claim("f", "x", "x")]

@@ -177,3 +177,61 @@ def test_a_second_daemon_does_not_start(harness: Harness) -> None:
             assert (await harness.call("ListFunctions")) == {"functions": []}  # the first goes on
 
     asyncio.run(scenario())
+
+
+def test_a_start_that_is_cut_short_after_a_reboot_is_a_reboot_again(harness: Harness) -> None:
+    """The boot is remembered last: what ran in the boot before is not taken for our own."""
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            made = await harness.create("mine")
+            live = (made["uuid"],)
+            running = {"state": DomainState.RUNNING, "live_functions": live}
+            harness.domains.put("vm", DomainEventKind.STARTED, **running)
+            await harness.until("mine", "running")
+        reboot(harness)
+
+        def cut(step: str) -> None:
+            raise KeyboardInterrupt(step)
+
+        with pytest.raises(KeyboardInterrupt):
+            async with harness.daemon(fault=cut):
+                pass
+        store = Store(harness.paths.database, lambda: 0.0)
+        assert store.boot_id() == "of another boot"
+        store.close()
+
+    async def again() -> None:
+        off = {"state": DomainState.SHUTOFF, "live_functions": ()}
+        harness.domains.put("vm", DomainEventKind.STOPPED, **off)
+        async with harness.daemon():
+            await harness.until("mine", "ready")
+            events = messages(await harness.call("ListEvents"))
+            assert not any("while the daemon was away" in event for event in events)
+
+    try:
+        asyncio.run(scenario())
+    except KeyboardInterrupt:
+        pass
+    asyncio.run(again())
+
+
+def test_a_repair_that_nobody_foresaw_does_not_end_the_start(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelvisor.daemon.keeper import Keeper
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            await harness.create("mine")
+
+        async def broken(self: Keeper, function: object) -> None:
+            raise RecursionError("too deep")
+
+        monkeypatch.setattr(Keeper, "_adopt", broken)
+        async with harness.daemon():
+            found = (await harness.call("GetFunction", function="mine"))["function"]
+            assert found["state"] == "failed"
+            assert "too deep" in found["reason"]
+
+    asyncio.run(scenario())

@@ -42,6 +42,8 @@ elif verb == "stop":
     if pid():
         os.kill(pid(), signal.SIGKILL)
         file.unlink()
+elif verb == "set-property":
+    pass
 elif verb == "reset-failed":
     sys.exit(1)
 elif verb == "show":
@@ -92,6 +94,24 @@ def test_units_are_started_seen_and_stopped(systemctl: Path) -> None:
     assert "start --no-block accelvisor-function@u1.service" in calls
 
 
+def test_a_large_function_is_not_killed_by_the_units_ceiling(systemctl: Path) -> None:
+    """A profile may have 64 GiB, the unit file's MemoryMax= is 8 GiB."""
+
+    async def scenario() -> None:
+        units = SystemdSupervisor([str(systemctl)])
+        for uuid, memory in (("small", 7 << 30), ("large", 20 << 30)):
+            await units.start(uuid, memory)
+            await units.stop(uuid)
+
+    asyncio.run(scenario())
+    calls = (systemctl.parent / "calls").read_text().splitlines()
+    set_one = "set-property --runtime accelvisor-function@large.service MemoryMax=22548578304"
+    assert [call for call in calls if call.startswith("set-property")] == [set_one]
+    assert calls.index(set_one) < calls.index("start --no-block accelvisor-function@large.service")
+    unit = Path(__file__).parents[2] / "systemd" / "accelvisor-function@.service"
+    assert f"MemoryMax={supervisor_module.UNIT_MEMORY_BYTES >> 30}G\n" in unit.read_text()
+
+
 def test_a_failed_systemctl_tells_what_it_said(systemctl: Path) -> None:
     with pytest.raises(SystemFailure) as caught:
         asyncio.run(SystemdSupervisor([str(systemctl)])._run("frob"))
@@ -125,7 +145,8 @@ def test_detached_processes_are_started_seen_and_stopped(harness: Harness) -> No
     ("run", "booted", "root", "kind", "expected"),
     [
         ("/run/accelvisor", True, True, "auto", SystemdSupervisor),
-        ("/run/accelvisor", True, False, "auto", SubprocessSupervisor),
+        # The packaged daemon is not root; without a configuration its functions must be units too.
+        ("/run/accelvisor", True, False, "auto", SystemdSupervisor),
         ("/run/accelvisor", False, True, "auto", SubprocessSupervisor),
         ("/tmp/other", True, True, "auto", SubprocessSupervisor),
         ("/tmp/other", False, False, "systemd", SystemdSupervisor),
