@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from accelvisor.errors import ConflictError, PermissionDenied, SystemFailure
 
+_NAP_S = 0.02
 LOCKS = Path("/run/lock")
 
 
@@ -20,34 +23,49 @@ class Claim:
 
     def __init__(self, queue: int, fd: int) -> None:
         self.queue = queue
-        self._fd = fd
+        self.fd = fd
 
     def release(self) -> None:
         """Let another process have it. Safe to call twice."""
-        fd, self._fd = self._fd, -1
+        fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
 
 
-def claim(name: str, queues: int, wanted: int | None = None, *, directory: Path = LOCKS) -> Claim:
+def claim(
+    name: str,
+    queues: int,
+    wanted: int | None = None,
+    *,
+    directory: Path = LOCKS,
+    patience_s: float = 0.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Claim:
     """Hold queue ``wanted``, or the first of ``queues`` that nobody holds.
 
     Args:
         name: of the function: its PCI address.
+        patience_s: how long to try: the queue of a process that died is held until it is disabled.
 
     Raises:
         ConflictError: they are all held.
         PermissionDenied, SystemFailure: the lock files cannot be used.
     """
     candidates = range(queues) if wanted is None else (wanted,)
-    for queue in candidates:
-        fd = _open(directory / f"accelguest-{name}-{queue}")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            continue
-        return Claim(queue, fd)
+    end = clock() + patience_s
+    while True:
+        for queue in candidates:
+            fd = _open(directory / f"accelguest-{name}-{queue}")
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                continue
+            return Claim(queue, fd)
+        if clock() >= end:
+            break
+        sleep(_NAP_S)
     busy = f"all {queues} queues" if wanted is None else f"queue {wanted}"
     raise ConflictError(
         f"{busy} of {name} are used by other processes of this VM",

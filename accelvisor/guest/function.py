@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from accelvisor.guest.claims import LOCKS, Claim, claim
 from accelvisor.guest.copies import Copies, Landing
 from accelvisor.guest.errors import DeviceFull, DeviceReset, error_from
 from accelvisor.guest.instructions import InstructionSet, parse_instructions
+from accelvisor.guest.process import OPEN, process_name
 from accelvisor.guest.queue import Queue
 from accelvisor.guest.registers import Identity, Registers, State
 from accelvisor.guest.staging import DmaPool, Staging
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from accelvisor.guest.program import Program
     from accelvisor.guest.tensor import PinnedArray, Tensor
 
-_OPEN: weakref.WeakSet[Function] = weakref.WeakSet()
+#: How long to wait for a queue that a process has just died with: it is being disabled.
+_PATIENCE_S = 1.0
 
 
 class Function:
@@ -77,7 +78,7 @@ class Function:
         self.transport = transport
         self.timeout_s = timeout_s
         self.generation = 0
-        self._name = name if name is not None else _process_name()
+        self._name = name if name is not None else process_name()
         self._claim: Claim | None = None
         self._closed = False
         self._instructions: InstructionSet | None = None
@@ -92,8 +93,14 @@ class Function:
             self.identity: Identity = self.registers.identity()
             lock_name = lock_name or getattr(transport, "bdf", None)
             if lock_name is not None:
-                self._claim = claim(lock_name, self.identity.queues, queue, directory=locks)
+                self._claim = claim(
+                    lock_name, self.identity.queues, queue, directory=locks, patience_s=_PATIENCE_S,
+                    clock=clock, sleep=sleep,
+                )  # fmt: skip
                 queue = self._claim.queue
+                claimed = getattr(transport, "claimed", None)
+                if claimed is not None:
+                    claimed(queue, self._claim.fd)
             self.queue = Queue(
                 transport,
                 queue or 0,
@@ -111,7 +118,7 @@ class Function:
         except BaseException:
             self._release()
             raise
-        _OPEN.add(self)
+        OPEN.add(self)
 
     @classmethod
     def open(
@@ -184,7 +191,7 @@ class Function:
                 transport has cut the device off from it.
         """
         self._closed = True
-        _OPEN.discard(self)
+        OPEN.discard(self)
         queue = getattr(self, "queue", None)
         if queue is not None:
             queue.release()
@@ -201,10 +208,14 @@ class Function:
         if self._claim is not None:
             self._claim.release()
 
-    def _forked(self) -> None:
-        """In a child: the device belongs to the parent."""
+    def forked(self) -> None:
+        """In a forked child: the device belongs to the parent."""
         self._closed = True
         self.queue.forked()
+        self.staging.forked()
+        forked = getattr(self.transport, "forked", None)
+        if forked is not None:
+            forked()
         if self._claim is not None:
             self._claim.release()  # closing a copy of the descriptor leaves the parent's lock held
 
@@ -484,20 +495,3 @@ class Function:
                 hint="create it again after Function.restart()",
             )
         return None
-
-
-def _process_name() -> str:
-    try:
-        name = Path("/proc/self/comm").read_text().strip()
-    except OSError:
-        name = "python"
-    return name.encode()[:48].decode(errors="ignore")
-
-
-def _after_fork() -> None:
-    for function in list(_OPEN):
-        function._forked()
-    _OPEN.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -4,8 +4,12 @@ Without an IOMMU a device is told guest-physical addresses, so a page that the k
 looked it up would let the device write into somebody else's memory. Locking (mlock) keeps a page
 from being swapped, not from being moved: compaction moves locked pages by default. What holds
 a page in place is a long-term pin, and the one door to it that needs no kernel module is io_uring's
-registered buffers. Where io_uring is not to be had, compaction of locked pages is switched off
-(vm.compact_unevictable_allowed=0); where that is refused as well, so is the allocation.
+registered buffers. Where io_uring is not to be had there is no DMA: switching compaction of locked
+pages off (vm.compact_unevictable_allowed) leaves huge page collapse, NUMA balancing, contiguous
+allocations and memory hot-unplug, each of which moves pages.
+
+A pin belongs to the io_uring instance, not to the process: pages stay as long as anybody has its
+descriptor open, also when their process is gone. See :mod:`accelvisor.guest.undertaker`.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import errno
 import mmap
 import os
 import struct
-from pathlib import Path
+import threading
 
 from accelvisor.abi.registers import PAGE
 from accelvisor.errors import CapacityError, PermissionDenied, SystemFailure
@@ -24,19 +28,101 @@ from accelvisor.errors import CapacityError, PermissionDenied, SystemFailure
 _SYS_IO_URING_SETUP = 425
 _SYS_IO_URING_REGISTER = 427
 _IORING_REGISTER_BUFFERS = 0
+_IORING_REGISTER_BUFFERS_UPDATE = 16  # Linux 5.13
+_SLOTS = 4096  # of one instance; the kernel allows 16384
+_MADV_WIPEONFORK = 18
 _URING_BUFFER_BYTES = 1 << 30  # the kernel's limit for one registered buffer
 _PRESENT = 1 << 63  # Documentation/admin-guide/mm/pagemap.rst
 _PFN = (1 << 55) - 1
 _HUGE = 2 << 20
-_COMPACT = Path("/proc/sys/vm/compact_unevictable_allowed")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mlock.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.syscall.restype = ctypes.c_long
 
 
+class Pins:
+    """Pages held in place by one descriptor, each range in slots of its own. Safe for threads.
+
+    Raises:
+        SystemFailure: this kernel, or somebody's policy, does not let us.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free = list(range(_SLOTS))
+        params = ctypes.create_string_buffer(120)
+        self.fd = int(_libc.syscall(_SYS_IO_URING_SETUP, 1, params))
+        if self.fd < 0:
+            raise _unpinnable(ctypes.get_errno())
+        os.set_inheritable(self.fd, False)
+        empty = bytes(16 * _SLOTS)
+        if _libc.syscall(
+            _SYS_IO_URING_REGISTER, self.fd, _IORING_REGISTER_BUFFERS, empty, _SLOTS
+        ):
+            number = ctypes.get_errno()
+            self.close()
+            raise _unpinnable(number)
+
+    def pin(self, start: int, nbytes: int) -> list[int]:
+        """Hold this process's pages from address ``start`` on; returns their slots.
+
+        Raises:
+            CapacityError: no slot is left, or no more memory may be locked. SystemFailure.
+        """
+        slots: list[int] = []
+        with self._lock:
+            for at in range(0, nbytes, _URING_BUFFER_BYTES):
+                number = errno.ENFILE
+                if self._free:
+                    slots.append(self._free.pop())
+                    size = min(_URING_BUFFER_BYTES, nbytes - at)
+                    number = self._set(slots[-1], start + at, size)
+                if number:
+                    self._unpin(slots)
+                    if number in (errno.ENFILE, errno.ENOMEM):
+                        raise _no_memory(nbytes, os.strerror(number))
+                    raise _unpinnable(number)
+        return slots
+
+    def unpin(self, slots: list[int]) -> None:
+        """Let go of what :meth:`pin` took; after :meth:`close` that is no longer ours to do."""
+        with self._lock:
+            self._unpin(slots)
+
+    def close(self) -> None:
+        """Close our descriptor; the pages stay pinned while another process has it. Safe twice."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def forked(self) -> None:
+        """In a forked child: as :meth:`close`, whoever held the lock in the parent."""
+        self._lock = threading.Lock()
+        self.close()
+
+    def _unpin(self, slots: list[int]) -> None:
+        for slot in slots:
+            if self.fd >= 0 and not self._set(slot, 0, 0):
+                self._free.append(slot)
+
+    def _set(self, slot: int, start: int, nbytes: int) -> int:
+        """Returns an errno, or 0."""
+        vector = ctypes.create_string_buffer(struct.pack("@PN", start, nbytes), 16)
+        # struct io_uring_rsrc_update2: offset, resv, data, tags, nr, resv2
+        update = struct.pack("=IIQQII", slot, 0, ctypes.addressof(vector), 0, 1, 0)
+        done = _libc.syscall(
+            _SYS_IO_URING_REGISTER, self.fd, _IORING_REGISTER_BUFFERS_UPDATE, update, len(update)
+        )
+        return 0 if done == 1 else ctypes.get_errno() or errno.EINVAL
+
+
 class PinnedMemory:
     """Zeroed, locked, pinned memory and where it lies: a DMA buffer for a device without IOMMU.
+
+    Args:
+        nbytes: rounded up to whole pages.
+        pins: what holds it in place.
 
     Raises:
         CapacityError: it cannot be had or locked.
@@ -44,7 +130,7 @@ class PinnedMemory:
         SystemFailure: the pages cannot be kept in place.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, pins: Pins) -> None:
         size = (max(nbytes, 1) + PAGE - 1) // PAGE * PAGE
         try:
             self._map = mmap.mmap(
@@ -52,16 +138,18 @@ class PinnedMemory:
             )
         except (OSError, ValueError) as error:
             raise _no_memory(size, str(error)) from error
-        self._pin = -1
+        self._pins = pins
+        self._slots: list[int] = []
         try:
             if size >= _HUGE:
                 _advise(self._map, mmap.MADV_HUGEPAGE)  # fewer segments, if the kernel can
             # A fork would share the pages copy-on-write and leave the device with the wrong copy.
-            _advise(self._map, mmap.MADV_DONTFORK)
+            # The child gets empty pages in their place, so that it may look at its arrays.
+            _advise(self._map, _MADV_WIPEONFORK)
             start = _address(self._map)
             if _libc.mlock(start, size) != 0:
                 raise _no_memory(size, os.strerror(ctypes.get_errno()))
-            self._pin = _pin(start, size)
+            self._slots = pins.pin(start, size)
             self.segments = physical_segments(start, size)
         except BaseException:
             self._drop()
@@ -75,9 +163,8 @@ class PinnedMemory:
         self._drop()
 
     def _drop(self) -> None:
-        if self._pin >= 0:
-            os.close(self._pin)
-            self._pin = -1
+        slots, self._slots = self._slots, []
+        self._pins.unpin(slots)
         try:
             self._map.close()
         except BufferError:
@@ -118,40 +205,13 @@ def physical_segments(
     return segments
 
 
-def _pin(start: int, nbytes: int) -> int:
-    """Hold the pages in place; returns the descriptor that holds them, or -1 by the sysctl."""
-    params = ctypes.create_string_buffer(120)
-    fd = _libc.syscall(_SYS_IO_URING_SETUP, 1, params)
-    if fd >= 0:
-        vectors = [
-            (start + at, min(_URING_BUFFER_BYTES, nbytes - at))
-            for at in range(0, nbytes, _URING_BUFFER_BYTES)
-        ]
-        packed = b"".join(struct.pack("@PN", *v) for v in vectors)
-        done = _libc.syscall(
-            _SYS_IO_URING_REGISTER, fd, _IORING_REGISTER_BUFFERS, packed, len(vectors)
-        )
-        if done == 0:
-            os.set_inheritable(fd, False)
-            return int(fd)
-        os.close(fd)
-    _forbid_compaction()
-    return -1
-
-
-def _forbid_compaction(knob: Path = _COMPACT) -> None:
-    try:
-        if knob.read_text().strip() != "0":
-            knob.write_text("0")
-    except FileNotFoundError:
-        return  # a kernel without compaction does not move pages
-    except OSError as error:
-        raise SystemFailure(
-            f"memory for the device cannot be kept in place: {error.strerror}",
-            code="dma-unpinnable",
-            where="sysfs",
-            hint="allow io_uring, set vm.compact_unevictable_allowed=0, or use an IOMMU (vfio)",
-        ) from error
+def _unpinnable(number: int) -> SystemFailure:
+    return SystemFailure(
+        f"memory for the device cannot be kept in place: {os.strerror(number)}",
+        code="dma-unpinnable",
+        where="sysfs",
+        hint="allow io_uring (sysctl kernel.io_uring_disabled=0), or give the VM an IOMMU (vfio)",
+    )
 
 
 def _address(area: mmap.mmap) -> int:

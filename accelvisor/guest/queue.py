@@ -60,10 +60,10 @@ class Queue(Rings):
     def release(self) -> None:
         """Let go of the window, so that the transport can unmap it."""
         self._dead = ConflictError("the queue is closed", code="queue-closed", where="queue")
-        self._words.release()
+        self._leave_window(self._dead)
 
     def forked(self) -> None:
-        """In a forked child: the rings are the parent's."""
+        """In a forked child: the rings are the parent's, and the window is let go of."""
         self._lock = threading.Lock()  # the parent may have held it
         self._dead = ConflictError(
             "the function was opened before a fork",
@@ -71,6 +71,7 @@ class Queue(Rings):
             where="queue",
             hint="open it in the child",
         )
+        self._leave_window(self._dead)
 
     def settle(self, timeout_s: float | None = None) -> None:
         """Wait until some command in flight has completed. Raises as :meth:`wait`."""

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import cast
 
 from accelvisor.abi.commands import COMPLETION
 from accelvisor.abi.registers import (
@@ -263,6 +264,10 @@ class Rings:
         words[self._sq_tail_at] = self._tail
         self._ring()
 
+    def _leave_window(self, error: AccelvisorError) -> None:
+        self._words.release()
+        self._words = cast(memoryview, _Gone(error))
+
     def now(self) -> float:
         """Monotonic seconds."""
         return self._clock()
@@ -296,6 +301,22 @@ class Rings:
         if self._words[self._wakeup_at] and self._words[self._sq_head_at] != self._tail:
             self._ring()
         return status
+
+
+class _Gone:
+    """In place of the window's words: whoever looks is told why they are gone."""
+
+    def __init__(self, error: AccelvisorError) -> None:
+        self._error = error
+
+    def __getitem__(self, at: int) -> int:
+        raise self._error.with_traceback(None)
+
+    def __setitem__(self, at: int, value: int) -> None:
+        raise self._error.with_traceback(None)
+
+    def release(self) -> None:
+        """Nothing: it was."""
 
 
 _FENCE = threading.Lock()

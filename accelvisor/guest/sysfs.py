@@ -1,8 +1,9 @@
 """A function through /sys/bus/pci: no kernel module, no interrupt, root only.
 
 The kernel offers a device's BARs as files that can be mapped. What it does not offer is DMA memory,
-so that is our own, pinned and looked up (:mod:`accelvisor.guest.pinned`). Waiting for
-an interrupt is a short sleep here; the queue looks at its ring afterwards in any case.
+so that is our own, pinned and looked up (:mod:`accelvisor.guest.pinned`), and guarded by a process
+that outlives us (:mod:`accelvisor.guest.undertaker`). Waiting for an interrupt is a short sleep
+here; the queue looks at its ring afterwards in any case.
 """
 
 from __future__ import annotations
@@ -10,25 +11,43 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from accelvisor.abi.registers import BAR0_BYTES, BAR_REGISTERS, BAR_WINDOW
+from accelvisor.abi.registers import (
+    BAR0_BYTES,
+    BAR_REGISTERS,
+    BAR_WINDOW,
+    MAGIC,
+    QUEUE_STRIDE,
+    QueueControl,
+    QueueReg,
+    QueueStatus,
+    Reg,
+)
 from accelvisor.errors import (
     ConflictError,
     NotFoundError,
     PermissionDenied,
     ProtocolError,
     SystemFailure,
+    UsageError,
 )
 from accelvisor.guest.errors import DeviceInTransition
 from accelvisor.guest.transport import DmaBuffer
+
+if TYPE_CHECKING:
+    from accelvisor.guest.pinned import Pins
+    from accelvisor.guest.undertaker import Undertaker
 
 DEVICES = Path("/sys/bus/pci/devices")
 COMMAND = 0x04  # PCI configuration space, 16 bits
 MEMORY_AND_MASTER = 0x0002 | 0x0004
 _NAP_S = 0.001
+_DISMISS_S = 2.0
 
 
 class SysfsTransport:
@@ -59,6 +78,11 @@ class SysfsTransport:
         self._sleep = sleep
         self._maps: list[mmap.mmap] = []
         self._views: list[memoryview] = []
+        self._claim: tuple[int, int] | None = None
+        self._pins: Pins | None = None
+        self._undertaker: Undertaker | None = None
+        self._lock = threading.Lock()
+        self._bar = root / bdf / f"resource{BAR_REGISTERS}"
         directory = root / bdf
         try:
             await_config(directory, sleep=sleep)
@@ -98,14 +122,61 @@ class SysfsTransport:
             if self.read32(offset + 4) == high:
                 return high << 32 | low
 
-    def allocate_dma(self, nbytes: int) -> DmaBuffer:
-        """Pinned memory by guest-physical address; may be scattered."""
-        if self._allocate is None:
-            # Here, because it brings ctypes, which a look at the device does not need.
-            from accelvisor.guest.pinned import PinnedMemory
+    def claimed(self, queue: int, lock: int) -> None:
+        """Say which queue will use DMA memory, and the descriptor that holds its lock."""
+        self._claim = queue, lock
 
-            self._allocate = PinnedMemory
-        return self._allocate(nbytes)
+    def allocate_dma(self, nbytes: int) -> DmaBuffer:
+        """Pinned memory by guest-physical address; may be scattered.
+
+        Raises:
+            CapacityError, PermissionDenied: as the contract says.
+            SystemFailure: pages cannot be kept in place here.
+            UsageError: before :meth:`claimed`.
+        """
+        if self._allocate is not None:
+            return self._allocate(nbytes)
+        # Here, because it brings ctypes, which a look at the device does not need.
+        from accelvisor.guest.pinned import PinnedMemory
+
+        with self._lock:
+            pins = self._guard()
+        return PinnedMemory(nbytes, pins)
+
+    def _guard(self) -> Pins:
+        """See to it that somebody outlives us who stops the device before our pages are freed."""
+        from accelvisor.guest.pinned import Pins
+        from accelvisor.guest.undertaker import Undertaker
+
+        if self._claim is None:
+            raise UsageError("no queue was claimed", code="dma-unclaimed", where="sysfs")
+        queue, lock = self._claim
+        if self._pins is None:
+            self._pins = Pins()
+        if self._undertaker is not None and not self._undertaker.alive:
+            self._undertaker.dismiss(0)  # somebody killed it
+            self._undertaker = None
+        if self._undertaker is None:
+            block = Reg.QUEUE + QUEUE_STRIDE * queue
+            try:
+                self._undertaker = Undertaker(
+                    self._pins.fd,
+                    lock,
+                    self._bar,
+                    magic=MAGIC,
+                    control=block + QueueReg.CONTROL,
+                    disable=QueueControl.DISABLE,
+                    status=block + QueueReg.STATUS,
+                    disabled=QueueStatus.DISABLED,
+                )
+            except OSError as error:
+                raise SystemFailure(
+                    f"the process that guards DMA memory did not start: {error.strerror}",
+                    code="dma-unguarded",
+                    where="sysfs",
+                    hint="copies go through the window meanwhile; is there memory for a process?",
+                ) from error
+        return self._pins
 
     def wait_interrupt(self, timeout_s: float) -> bool:
         """Sleep at most a millisecond; always False."""
@@ -113,7 +184,34 @@ class SysfsTransport:
         return False
 
     def close(self) -> None:
-        """Unmap. The device stays enabled: another process may be using it."""
+        """Unmap. The device stays enabled: another process may be using it.
+
+        With DMA memory handed out, the queue is disabled first. If the device is not there to obey,
+        the undertaker keeps pages and lock until it is.
+        """
+        undertaker, self._undertaker = self._undertaker, None
+        pins, self._pins = self._pins, None
+        if undertaker is not None:
+            guarded = undertaker.alive
+            undertaker.dismiss(_DISMISS_S)
+            if not guarded:
+                pins = None  # nobody else holds the pages: they stay pinned until we end
+        if pins is not None:
+            pins.close()
+        self._unmap()
+
+    def forked(self) -> None:
+        """In a forked child: let go of what is the parent's."""
+        self._lock = threading.Lock()
+        if self._undertaker is not None:
+            self._undertaker.forked()
+            self._undertaker = None
+        if self._pins is not None:
+            self._pins.forked()
+            self._pins = None
+        self._unmap()
+
+    def _unmap(self) -> None:
         for view in self._views:
             view.release()
         self._views.clear()

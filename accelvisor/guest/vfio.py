@@ -56,6 +56,7 @@ _IRQ_NONE_TRIGGER = 0x01 | 0x20
 _DMA_READ_WRITE = 1 | 2
 _INFO_CAPS = 2
 _CAP_IOVA_RANGE = 1
+_MADV_WIPEONFORK = 18
 
 #: Device addresses are handed out from here on: above 32 bits there is no MSI doorbell in the way.
 _IOVA_START = 1 << 32
@@ -74,8 +75,8 @@ class VfioBuffer:
             raise _no_memory(size, "no device addresses are left")
         try:
             self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # After a fork the parent must keep the pinned pages, so the child gets none.
-            self._map.madvise(mmap.MADV_DONTFORK)
+            # After a fork the parent must keep the pinned pages, so the child gets empty ones.
+            self._map.madvise(_MADV_WIPEONFORK)
             start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
             fcntl.ioctl(
                 container,
@@ -199,6 +200,14 @@ class VfioTransport:
                 fcntl.ioctl(self._device, _DEVICE_SET_IRQS, disarm)
             except OSError:
                 pass  # the device may be gone; closing it disarms as well
+        self.forked()
+
+    def forked(self) -> None:
+        """Unmap and close; in a forked child without a word to the device, which is the parent's.
+
+        Descriptors and maps that stayed open there would keep the group busy, and the IOMMU's maps
+        alive, after the parent's end.
+        """
         self._event = -1
         for view in self._views:
             view.release()

@@ -85,5 +85,24 @@ def test_a_missing_lock_directory_is_named(tmp_path: Path) -> None:
 
 def test_locks_do_not_leak_into_children(tmp_path: Path) -> None:
     held = claim("dev", 1, directory=tmp_path)
-    assert not os.get_inheritable(held._fd)
+    assert not os.get_inheritable(held.fd)
     held.release()
+
+
+def test_a_queue_whose_owner_has_just_died_is_waited_for(tmp_path: Path) -> None:
+    held = claim("dev", 1, directory=tmp_path)
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            held.release()
+
+    mine = claim(
+        "dev", 1, directory=tmp_path, patience_s=1.0, clock=lambda: sum(slept), sleep=sleep
+    )
+    assert len(slept) == 3
+    with pytest.raises(ConflictError):
+        claim("dev", 1, directory=tmp_path, patience_s=1.0, clock=lambda: sum(slept), sleep=sleep)
+    assert 1.0 <= sum(slept) < 1.2
+    mine.release()

@@ -256,3 +256,21 @@ def test_closing_gives_back_what_timed_out_commands_held(
         tensor.copy_(pinned.array)
     fn.close()
     assert buffer.released == 1  # type: ignore[attr-defined]
+
+
+def test_a_forked_child_lets_go_of_the_window_and_says_why(
+    device: FakeDevice, fn: Function, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(device, "forked", lambda: told.append("transport"), raising=False)
+    span = fn.staging.take(100)
+    fn.forked()  # what the child's handler calls
+    assert told == ["transport"]
+    assert fn.staging.taken == set()
+    span.release()
+    for use in (fn.queue.poll, lambda: fn.queue.is_done(1), lambda: fn.queue.wait(1)):
+        with pytest.raises(ConflictError) as caught:
+            use()
+        assert caught.value.code == "forked"
+    fn.close()
+    assert device.closed == 0

@@ -5,16 +5,24 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from accelvisor.abi.registers import PAGE
-from accelvisor.errors import PermissionDenied, SystemFailure
+from accelvisor.errors import CapacityError, PermissionDenied, SystemFailure
 from accelvisor.guest import pinned
-from accelvisor.guest.pinned import PinnedMemory, physical_segments
+from accelvisor.guest.pinned import PinnedMemory, Pins, physical_segments
 
 PRESENT = 1 << 63
+
+
+@pytest.fixture
+def pins() -> Iterator[Pins]:
+    pins = Pins()
+    yield pins
+    pins.close()
 
 
 def write_map(path: Path, first_page: int, entries: list[int]) -> str:
@@ -59,23 +67,64 @@ def test_a_map_that_ends_early_is_an_error(tmp_path: Path) -> None:
         physical_segments(0, 2 * PAGE, path)
 
 
-def test_compaction_is_switched_off_where_pages_cannot_be_pinned(tmp_path: Path) -> None:
-    knob = tmp_path / "compact_unevictable_allowed"
-    knob.write_text("1\n")
-    pinned._forbid_compaction(knob)
-    assert knob.read_text() == "0"
-    pinned._forbid_compaction(tmp_path / "absent")  # a kernel without compaction
-
-
-def test_memory_that_cannot_be_kept_in_place_is_refused(tmp_path: Path) -> None:
-    knob = tmp_path / "compact_unevictable_allowed"
-    knob.mkdir()  # not readable as a file
+def test_without_io_uring_there_is_no_dma_rather_than_memory_that_may_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(pinned, "_SYS_IO_URING_SETUP", 100_000)
     with pytest.raises(SystemFailure) as caught:
-        pinned._forbid_compaction(knob)
+        Pins()
     assert caught.value.code == "dma-unpinnable"
+    monkeypatch.undo()
+    monkeypatch.setattr(pinned, "_IORING_REGISTER_BUFFERS", 1000)  # an old kernel, or a policy
+    with pytest.raises(SystemFailure):
+        Pins()
+    assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_pinned_memory_has_addresses_for_every_page(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_are_used_again_and_never_two_for_one(pins: Pins) -> None:
+    free = len(pins._free)
+    memories = [PinnedMemory(PAGE, pins) for _ in range(3)]
+    assert len({memory._slots[0] for memory in memories}) == 3
+    for memory in memories:
+        memory.release()
+    assert len(pins._free) == free
+
+
+def test_a_process_with_all_slots_in_use_is_told(pins: Pins) -> None:
+    memory = PinnedMemory(PAGE, pins)
+    pins._free.clear()
+    with pytest.raises(CapacityError) as caught:
+        PinnedMemory(PAGE, pins)
+    assert caught.value.code == "dma-memory"
+    memory.release()
+
+
+def test_what_is_pinned_stays_pinned_while_somebody_has_the_descriptor(pins: Pins) -> None:
+    copy = os.dup(pins.fd)
+    memory = PinnedMemory(4 * PAGE, pins)
+    pins.close()
+    memory.release()  # unmapped here; the slots are the copy's now
+    assert os.readlink(f"/proc/self/fd/{copy}").endswith("[io_uring]")
+    info = Path(f"/proc/self/fdinfo/{copy}").read_text()
+    assert sum(": 0x" in line for line in info.partition("UserBufs")[2].splitlines()) >= 1
+    os.close(copy)
+
+
+def test_a_forked_child_sees_empty_pages_and_not_the_devices(pins: Pins) -> None:
+    memory = PinnedMemory(PAGE, pins)
+    memory.view[0] = 7
+    child = os.fork()
+    if child == 0:
+        os._exit(memory.view[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert memory.view[0] == 7
+    memory.release()
+
+
+def test_pinned_memory_has_addresses_for_every_page(
+    pins: Pins, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = physical_segments
     seen: list[tuple[int, int]] = []
 
@@ -88,7 +137,7 @@ def test_pinned_memory_has_addresses_for_every_page(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(pinned, "physical_segments", told)
     before = set(os.listdir("/proc/self/fd"))
-    memory = PinnedMemory(3 * PAGE - 5)
+    memory = PinnedMemory(3 * PAGE - 5, pins)
     assert seen == [(seen[0][0], 3 * PAGE)]
     assert sum(n for _, n in memory.segments) == len(memory.view) == 3 * PAGE
     assert memory.address == memory.segments[0][0]
@@ -99,20 +148,20 @@ def test_pinned_memory_has_addresses_for_every_page(monkeypatch: pytest.MonkeyPa
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_view_in_use_outlives_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_view_in_use_outlives_the_release(
+    pins: Pins, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pinned, "physical_segments", lambda start, nbytes: [(PAGE, nbytes)])
-    memory = PinnedMemory(PAGE)
+    memory = PinnedMemory(PAGE, pins)
     part = memory.view[:10]
     memory.release()
     part[0] = 1
     part.release()
 
 
-def test_an_impossible_size_is_a_typed_error() -> None:
-    from accelvisor.errors import CapacityError
-
+def test_an_impossible_size_is_a_typed_error(pins: Pins) -> None:
     with pytest.raises(CapacityError) as caught:
-        PinnedMemory(1 << 60)
+        PinnedMemory(1 << 60, pins)
     assert caught.value.code == "dma-memory"
 
 

@@ -292,3 +292,15 @@ def test_device_addresses_stay_inside_what_the_iommu_translates(
     ranges: list[tuple[int, int]], wanted: tuple[int, int]
 ) -> None:
     assert choose_iova(ranges) == wanted
+
+
+def test_a_forked_child_keeps_no_descriptor_and_no_map_of_the_device(kernel: Kernel) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    transport = kernel.transport()
+    fn_part = transport.window[:16]
+    calls = len(kernel.calls)
+    fn_part.release()
+    transport.forked()
+    assert set(os.listdir("/proc/self/fd")) == before
+    assert str(kernel.device) not in Path("/proc/self/maps").read_text()
+    assert len(kernel.calls) == calls  # the device is the parent's: not a word to it
