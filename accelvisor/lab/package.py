@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -43,8 +44,11 @@ def key() -> str:
     return cache.digest_tree(tree, sources(tree))
 
 
-def build(progress: Progress) -> Path:
-    """A directory with the .debs of this source tree as it is now."""
+def build(progress: Progress, *, version: str | None = None) -> Path:
+    """A directory with the .debs of this source tree as it is now.
+
+    ``version``: another than that of debian/changelog, to have something to upgrade to.
+    """
     tree = repository()
 
     def make(work: Path) -> None:
@@ -53,6 +57,8 @@ def build(progress: Progress) -> Path:
             target = copy / path.relative_to(tree)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
+        if version is not None:
+            _set_version(copy / "debian/changelog", version)
         # Debian's own Python and tools, whatever else this machine has in its PATH.
         env = ["env", "-i", "-C", str(copy), "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8"]
         argv = ["dpkg-buildpackage", "--build=binary", "--no-sign", "--no-pre-clean"]
@@ -60,7 +66,17 @@ def build(progress: Progress) -> Path:
             run_logged(die_with_parent([*env, *argv]), step=step, log=images.log_of("package"))
         shutil.rmtree(copy)
 
-    return cache.obtain("deb", key(), make)
+    return cache.obtain("deb", key() if version is None else cache.digest(key(), version), make)
+
+
+def _set_version(changelog: Path, version: str) -> None:
+    """Put a release on top, by whom and when the last one was."""
+    text = changelog.read_text(encoding="utf-8")
+    first, _, rest = text.partition("\n")
+    signature = next(line for line in rest.splitlines() if line.startswith(" -- "))
+    head = re.sub(r"\(.*?\)", f"({version})", first, count=1)
+    entry = f"{head}\n\n  * Rebuilt.\n\n{signature}\n\n"
+    changelog.write_text(entry + text, encoding="utf-8")
 
 
 def package(directory: Path, name: str) -> Path:

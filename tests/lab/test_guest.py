@@ -2,42 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from accelvisor.errors import DeadlineError, SystemFailure
-from accelvisor.lab import DomainSpec, Guest, LabHost
+from accelvisor.lab import DomainSpec, Guest, LabHost, Laboratory
+from tests.lab.modules import IMPORT_ALL, modules
 
 
-def test_programs_run_in_it(guest: Guest) -> None:
-    out = guest.run(["python3", "-c", "import numpy; print(int(numpy.arange(10).sum()))"])
+@pytest.fixture(scope="module")
+def plain(lab: Laboratory) -> Iterator[Guest]:
+    """One guest for all tests that leave it as they found it."""
+    yield lab.hosts[0].boot_guest(DomainSpec("plain"))
+    for verb in ("destroy", "undefine"):
+        lab.hosts[0].virsh(verb, "plain", check=False)
+
+
+def test_programs_run_in_it(plain: Guest) -> None:
+    out = plain.run(["python3", "-c", "import numpy; print(int(numpy.arange(10).sum()))"])
     assert out.stdout == "45\n"
-    assert guest.run(["cat"], input="across").stdout == "across"
-    assert guest.run(["sh", "-c", "exit 3"], check=False).returncode == 3
-    assert guest.run(["hostname"]).stdout.strip() == guest.domain
+    assert plain.run(["cat"], input="across").stdout == "across"
+    assert plain.run(["sh", "-c", "exit 3"], check=False).returncode == 3
+    assert plain.run(["hostname"]).stdout.strip() == plain.domain
     with pytest.raises(SystemFailure, match="No such file"):
-        guest.run(["cat", "/does/not/exist"])
+        plain.run(["cat", "/does/not/exist"])
     with pytest.raises(DeadlineError):
-        guest.run(["sleep", "600"], timeout=1)
+        plain.run(["sleep", "600"], timeout=1)
     # What was ended is gone from the guest as well.
-    assert guest.run(["pidof", "sleep"], check=False).returncode != 0
+    assert plain.run(["pidof", "sleep"], check=False).returncode != 0
 
 
-def test_it_has_accelvisor_from_the_package_and_the_tools_for_pci(guest: Guest) -> None:
-    found = guest.run(["python3", "-c", "import accelvisor.abi as a; print(a.__file__)"])
+def test_it_has_accelvisor_from_the_package_and_the_tools_for_pci(plain: Guest) -> None:
+    found = plain.run(["python3", "-c", "import accelvisor.abi as a; print(a.__file__)"])
     assert found.stdout.startswith("/usr/lib/python3/dist-packages/")
-    assert guest.run(["test", "-x", "/usr/bin/accelguest"], check=False).returncode == 0
-    assert "Host bridge" in guest.run(["lspci"]).stdout
-    guest.run(["modprobe", "vfio-pci"])
+    assert plain.run(["test", "-x", "/usr/bin/accelguest"], check=False).returncode == 0
+    assert "Host bridge" in plain.run(["lspci"]).stdout
+    plain.run(["modprobe", "vfio-pci"])
 
 
-def test_files_travel(guest: Guest) -> None:
+def test_every_module_of_its_package_imports_there(plain: Guest) -> None:
+    """With what accelvisor-guest depends on, and nothing of the host's."""
+    said = plain.run(["python3", "-c", IMPORT_ALL], timeout=120)
+    assert set(said.stdout.split()) == modules("abi", "guest", "errors", "limits")
+
+
+def test_files_travel(plain: Guest) -> None:
     data = bytes(range(256)) * 1000
-    guest.push(data, "/tmp/file", mode=0o750)
-    assert guest.pull("/tmp/file") == data
-    assert guest.run(["stat", "-c", "%a", "/tmp/file"]).stdout.strip() == "750"
+    plain.push(data, "/tmp/file", mode=0o750)
+    assert plain.pull("/tmp/file") == data
+    assert plain.run(["stat", "-c", "%a", "/tmp/file"]).stdout.strip() == "750"
 
 
-def test_shutdown_and_reboot(guest: Guest, host: LabHost) -> None:
+def test_shutdown_and_reboot(plain: Guest, host: LabHost) -> None:
+    guest = plain
     before = guest.boot_id
     host.virsh("reboot", guest.domain)
     host.wait(lambda: guest.ready and guest.boot_id != before, deadline_s=120, what="rebooted")
