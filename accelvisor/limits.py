@@ -65,8 +65,9 @@ class Limits:
     # Worker restarts within a minute before the holder gives up and answers all-ones.
     worker_restarts_per_minute: int = 30
     # Workers that may crash over one message or command, without bringing it further, before it is
-    # refused instead of tried again; and that may be killed from outside meanwhile.
+    # refused instead of tried again.
     worker_deaths: int = 3
+    # Workers that may be killed from outside meanwhile: that is hardly the message's fault.
     worker_kills: int = 20
 
     # --- admin and control sockets ---------------------------------------------------------------

@@ -17,6 +17,7 @@ import msgspec
 
 from accelvisor.errors import AccelvisorError, ProtocolError, UsageError
 from accelvisor.function import state as s
+from accelvisor.function.endpoints import open_descriptors
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.model import Refusal
 from accelvisor.vfio_user.protocol import MigState
@@ -138,6 +139,7 @@ class Control:
                 1 for c in range(s.CONTEXTS) if device.state.u32[s.context_at(c) // 4]
             ),
             "sandbox": self._sandbox,
+            "open_descriptors": open_descriptors(),
         }
 
     def _freeze(self) -> dict[str, Any]:

@@ -51,6 +51,11 @@ def listen(path: str, group: str = "") -> socket.socket:
     return sock
 
 
+def open_descriptors() -> int:
+    """How many descriptors this process has open. Nobody else can see: it is not dumpable."""
+    return len(os.listdir("/proc/self/fd")) - 1
+
+
 def notify_ready() -> None:
     """Tell the service manager, if there is one, that the function serves (sd_notify(3))."""
     path = os.environ.get("NOTIFY_SOCKET", "")

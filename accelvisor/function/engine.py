@@ -279,4 +279,4 @@ def abort() -> None:
     import os
     import signal
 
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGABRT)

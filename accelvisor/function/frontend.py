@@ -32,13 +32,13 @@ from accelvisor.abi.registers import (
     WindowLayout,
 )
 from accelvisor.abi.status import CommandStatus
+from accelvisor.function import blame
 from accelvisor.function import state as s
 from accelvisor.function.commands import Commands, Fault, Result, Where
 from accelvisor.function.dma import DmaFault
 from accelvisor.function.objects import Contexts, Refused
 from accelvisor.function.pauses import Pauses, Waiting
 from accelvisor.function.state import State
-from accelvisor.limits import LIMITS
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +120,8 @@ class Frontend:
         self.lanes = [Lane(i, layout) for i in range(layout.queues)]
         #: Queues whose command in progress a predecessor began.
         self._inherited: set[int] = set()
+        #: What the predecessor's death counts (blame.py).
+        self.points = blame.CRASH
 
     # --- the rings --------------------------------------------------------------------------------
 
@@ -288,10 +290,9 @@ class Frontend:
         if u32[cursor + s.C_REACHED] != reached:
             u32[cursor + s.C_DEATHS] = 0
             u32[cursor + s.C_REACHED] = reached
-        u32[cursor + s.C_DEATHS] += 1
-        if u32[cursor + s.C_DEATHS] >= LIMITS.worker_deaths:
-            deaths = u32[cursor + s.C_DEATHS]
-            raise Fault(CommandStatus.DEVICE_ERROR, f"{deaths} workers died over the command")
+        u32[cursor + s.C_DEATHS] += self.points
+        if u32[cursor + s.C_DEATHS] >= blame.MOST:
+            raise Fault(CommandStatus.DEVICE_ERROR, "worker after worker died over the command")
 
     def _refuse(self, lane: Lane, entry: bytes, status: CommandStatus, text: str) -> None:
         self._state.count("refusals")

@@ -26,7 +26,7 @@ from typing import Any
 from accelvisor.errors import ConflictError
 from accelvisor.function import channel as ch
 from accelvisor.function import zygote
-from accelvisor.function.endpoints import listen, memfd, notify_ready
+from accelvisor.function.endpoints import listen, memfd, notify_ready, open_descriptors
 from accelvisor.function.giveup import Answerer
 from accelvisor.function.loop import Loop
 from accelvisor.function.requests import Requests
@@ -131,8 +131,8 @@ class Holder:
         )  # fmt: skip
 
     def _end(self) -> None:
-        for pid in (self._pid, self._zygote_pid):
-            _kill(pid)
+        _kill(self._pid)
+        _kill(self._zygote_pid)
         for path in (
             self._spec.vfio_socket, self._spec.control_socket, self._spec.holder_socket,
         ):  # fmt: skip
@@ -214,8 +214,7 @@ class Holder:
         message = ch.pack(ch.FORK, number) + slots.tobytes()
         try:
             socket.send_fds(self._zygote, [message], fds)
-        except OSError as error:
-            print(f"cannot ask for a worker: {error}", file=sys.stderr, flush=True)
+        except OSError:
             ours.close()
             self._loop.later(self._try_again, _RETRY_S)
             return
@@ -284,11 +283,10 @@ class Holder:
         self._loop.forget(self._vfio.fileno())
         self._number += 1
         self._starts.clear()
-        if self._gave_up and self._for_good:
-            self._take_over()
-            return
         self._loop.watch(self._connection.fileno(), self._heard)
-        if self._gave_up:
+        if self._for_good:
+            self._take_over()
+        elif self._gave_up:
             self._begin_anew()
         elif self._worker is not None:
             try:
@@ -314,7 +312,8 @@ class Holder:
             return
         if stuck:
             print("the worker does not answer: killed", file=sys.stderr, flush=True)
-            _kill(self._pid or self._zygote_pid)
+            # Not SIGKILL: it is to blame for its end (blame.py). A stopped one has to go on to die.
+            _kill(self._pid or self._zygote_pid, signal.SIGABRT, signal.SIGCONT)
         self._loop.later(self._look, LOOK_S)
 
     def _disconnect(self) -> None:
@@ -345,7 +344,8 @@ class Holder:
             while self._worker is link:
                 self._from_worker()
                 pid = self._pid or pid
-            _end_of(pid)  # two may not use one connection
+            if pid:
+                _end_of(pid)  # two may not use one connection
         if self._connection is not None:
             self._loop.forget(self._connection.fileno())
             self._take_over()
@@ -394,6 +394,7 @@ class Holder:
             "worker_restarts": self._restarts,
             "last_restart_ms": round(self._gap_ms, 3),
             "kept_descriptors": len(self._kept),
+            "open_descriptors": open_descriptors(),
             "uptime_s": round(self._clock() - self._started_at, 3),
         }
 
@@ -429,16 +430,14 @@ def _receive(link: socket.socket) -> tuple[bytes, list[int]] | None:
     return b"", []
 
 
-def _kill(pid: int) -> None:
-    if pid:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+def _kill(pid: int, *numbers: int) -> None:
+    with suppress(ProcessLookupError):
+        for number in (numbers or (signal.SIGKILL,)) if pid else ():
+            os.kill(pid, number)
 
 
 def _end_of(pid: int) -> None:
     """Kill a process that is no child, and wait until it is gone."""
-    if not pid:
-        return
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:

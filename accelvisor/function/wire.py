@@ -366,9 +366,9 @@ class Wire:
         u64[_TX64] = 0
         return data
 
-    def deaths(self) -> int:
-        """Count one more worker that died over the current message; how many that are."""
-        self._u32[_RX_DEATHS] += 1
+    def blame(self, points: int) -> int:
+        """A worker died over the current message; the points of all that did (blame.py)."""
+        self._u32[_RX_DEATHS] += points
         return int(self._u32[_RX_DEATHS])
 
     def discard(self) -> None:

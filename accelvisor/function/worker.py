@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from accelvisor.errors import DataError
+from accelvisor.function import blame
 from accelvisor.function import state as s
 from accelvisor.function.channel import CONNECT, GONE, HERE, MESSAGE_BYTES, READY, pack, unpack
 from accelvisor.function.control import Control
@@ -55,6 +56,7 @@ class Inherited(NamedTuple):
     connection: socket.socket | None
     number: int
     held: Mapping[int, int]
+    crashed: bool  # the last worker ended by itself, not killed from outside
 
 
 class Worker:
@@ -69,6 +71,7 @@ class Worker:
         self._device = Device(
             spec, self._state, inherited.window, inherited.memory, self._descriptors
         )
+        self._device.frontend.points = blame.CRASH if inherited.crashed else blame.KILL
         self._connection: socket.socket | None = None
         self._number = 0
         self._wire: Wire | None = None
@@ -173,8 +176,8 @@ class Worker:
         refused, except that a map is acknowledged: QEMU aborts its VM when one fails.
         """
         ident, command, _, flags, _ = HEADER.unpack_from(raw)
-        if wire.deaths() >= LIMITS.worker_deaths:
-            log.error("%d workers died over message %d: refused", LIMITS.worker_deaths, command)
+        if wire.blame(self._device.frontend.points) >= blame.MOST:
+            log.error("worker after worker died over message %d: refused", command)
             if flags:
                 wire.answer(None)
             elif command == Command.DMA_MAP:

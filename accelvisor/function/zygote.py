@@ -38,7 +38,8 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
         rename("av-zygote")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+        ends: dict[int, int] = {}
+        signal.signal(signal.SIGCHLD, lambda *_: _reap(ends))
         from accelvisor.function import worker
         from accelvisor.function.spec import load
 
@@ -50,6 +51,7 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
         gc.collect()
         gc.freeze()  # what is here stays shared between the workers
         link.send(pack(WARM, os.getpid()))
+        child = -1
         while True:
             data, fds = _receive(link)
             if not data:
@@ -57,12 +59,15 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
             kind, number = unpack(data[:MESSAGE_BYTES])
             if kind != FORK or len(fds) < _FIXED:
                 os._exit(1)
-            if _fork() == 0:
+            crashed = _crashed(child, ends)
+            child = _fork()
+            if child == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 link.close()
                 rename("av-worker")
                 slots = array.array("I")
                 slots.frombytes(data[MESSAGE_BYTES:])
-                worker.main(spec, _inherited(number, fds, slots))
+                worker.main(spec, _inherited(number, fds, slots, crashed))
                 os._exit(0)
             for fd in fds:
                 os.close(fd)
@@ -84,7 +89,32 @@ def _fork() -> int:
         return -1
 
 
-def _inherited(number: int, fds: list[int], slots: array.array[int]) -> Inherited:
+def _reap(ends: dict[int, int], pid: int = -1, options: int = os.WNOHANG) -> None:
+    """Note how children ended."""
+    try:
+        while True:
+            ended, status = os.waitpid(pid, options)
+            if not ended:
+                return
+            ends[ended] = status
+    except ChildProcessError:
+        return
+
+
+def _crashed(child: int, ends: dict[int, int]) -> bool:
+    """Whether the last worker ended otherwise than by SIGKILL. The holder asks for the next one
+    once a worker has closed its files, which is nearly the last that an ending process does.
+    """
+    if child > 0 and child not in ends:
+        _reap(ends, child, 0)
+    status = ends.get(child, 0)
+    ends.clear()
+    return status != 0 and not (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL)
+
+
+def _inherited(
+    number: int, fds: list[int], slots: array.array[int], crashed: bool
+) -> Inherited:
     from accelvisor.function.worker import Inherited
 
     rest = fds[_FIXED:]
@@ -99,6 +129,7 @@ def _inherited(number: int, fds: list[int], slots: array.array[int]) -> Inherite
         connection=connection,
         number=number,
         held=dict(zip(slots, rest, strict=True)),
+        crashed=crashed,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,7 +22,7 @@ from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot, encode
 from accelvisor.abi.registers import COMMAND_BYTES, CQ_TAIL, SQ_HEAD, SQ_TAIL
 from accelvisor.abi.status import CommandStatus
-from accelvisor.function import frontend
+from accelvisor.function import blame
 from accelvisor.function import state as s
 from accelvisor.function.descriptors import Descriptors
 from accelvisor.function.device import Device
@@ -256,7 +255,7 @@ def test_death_after_death_ends_the_same(
     unkilled: tuple[dict[str, Any], int], stride: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each worker lives a little longer than what taking over costs."""
-    monkeypatch.setattr(frontend, "LIMITS", replace(LIMITS, worker_deaths=1 << 30))
+    monkeypatch.setattr(blame, "MOST", 1 << 30)
     expected, _ = unkilled
     machine = Machine(*script())
     life = 1

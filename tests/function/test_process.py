@@ -30,7 +30,6 @@ from tests.function.harness import (
     call,
     environment,
     make_spec,
-    open_fds,
     operation,
     sgd,
     wait_for,
@@ -151,7 +150,8 @@ def test_a_new_client_finds_a_clean_function(process: Process) -> None:
 
 
 def test_a_client_that_went_leaves_no_descriptor(fresh: Process) -> None:
-    pids = [fresh.holder("status")[name] for name in ("holder_pid", "worker_pid")]
+    def descriptors() -> list[int]:
+        return [ask("status")["open_descriptors"] for ask in (fresh.holder, fresh.control)]
 
     def alone() -> bool:
         return not fresh.control("status")["connected"]
@@ -160,14 +160,15 @@ def test_a_client_that_went_leaves_no_descriptor(fresh: Process) -> None:
     with Guest(fresh):
         pass
     wait_for(alone, "the client to be gone")
-    before = [open_fds(pid) for pid in pids]
+    before = descriptors()
     for _ in range(5):
         with Guest(fresh) as guest:
             guest.ring().open()
     wait_for(alone, "the client to be gone")
     wait_for(lambda: fresh.holder("status")["kept_descriptors"] == 0, "the holder to let go")
     # Asking opens a connection of its own, which may still be closing.
-    wait_for(lambda: [open_fds(pid) for pid in pids] <= before, "descriptors to be closed")
+    wait_for(lambda: all(a <= b for a, b in zip(descriptors(), before, strict=True)),
+             "descriptors to be closed")  # fmt: skip
 
 
 def test_a_second_client_waits_for_the_first(process: Process) -> None:

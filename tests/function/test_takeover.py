@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from accelvisor.function import state as s
+from accelvisor.function import zygote
 from accelvisor.function.channel import DROP, GONE, KEEP, unpack
 from accelvisor.function.state import STATE_BYTES
 from accelvisor.function.wire import Disconnected
@@ -54,7 +55,7 @@ class Bench:
         self.worker = self.fresh()
         self.do(Command.VERSION, VERSION)
 
-    def fresh(self) -> Worker:
+    def fresh(self, *, crashed: bool = True) -> Worker:
         """The next worker; the last one is left as a killed one leaves everything."""
         self.told()
         self.end()
@@ -62,7 +63,7 @@ class Bench:
         self.channel.setblocking(False)
         held = {slot: os.dup(fd) for slot, fd in self.kept.items()}
         given = Inherited(
-            theirs, self.client, *self.fds, self.pipe, self.connection.dup(), 1, held
+            theirs, self.client, *self.fds, self.pipe, self.connection.dup(), 1, held, crashed
         )
         self.worker = Worker(self.spec, given)
         self.worker._state.u32[s.R_FREEZE] |= s.FREEZE_DETACHED
@@ -188,6 +189,33 @@ def test_a_message_that_kills_every_worker_is_refused_and_the_next_is_served(
     assert bench.receive()[0] == number
     monkeypatch.undo()
     assert len(bench.do(Command.DEVICE_GET_INFO, struct.pack("<IIII", 16, 0, 0, 0))) == 16
+
+
+def test_a_worker_that_is_killed_from_outside_is_hardly_the_messages_fault(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        deadly(bench, patch, lambda _: True)
+        bench.send(Command.REGION_READ, struct.pack("<QII", 0, 0, 4))
+        with pytest.raises(Died):
+            bench.serve()
+        for _ in range(LIMITS.worker_kills - 1):
+            bench.fresh(crashed=False)
+            with pytest.raises(Died):
+                bench.attach()
+    bench.fresh()
+    bench.attach()
+    assert bench.receive()[0] == errno.EIO
+
+
+@pytest.mark.parametrize(
+    ("how", "crashed"),
+    [("kill -ABRT $$", True), ("kill -SEGV $$", True), ("kill -BUS $$", True), ("exit 1", True),
+     ("kill -KILL $$", False), ("exit 0", False)],
+)  # fmt: skip
+def test_the_zygote_tells_a_crash_from_a_kill(how: str, crashed: bool) -> None:
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", f"ulimit -c 0; {how}"], {})
+    assert zygote._crashed(pid, {}) is crashed
 
 
 def test_deaths_over_one_message_do_not_count_for_the_next(
