@@ -51,6 +51,7 @@ class Facts:
     memory_available_bytes: int
     admin_mode: int | None
     admin_group: str
+    socket_group: str  # the configured one, or empty
     socket_group_missing: str  # the configured group, when the host has none of that name
 
 
@@ -72,6 +73,7 @@ def gather(
         memory_available_bytes=meminfo.get("MemAvailable", 0) * 1024,
         admin_mode=mode,
         admin_group=group,
+        socket_group=socket_group,
         socket_group_missing="" if not socket_group or _has_group(socket_group) else socket_group,
     )
 
@@ -144,6 +146,13 @@ def _judge_group(facts: Facts) -> Check:
             PROBLEM,
             f'no group "{facts.socket_group_missing}": QEMU cannot reach its functions',
             "set [daemon] socket_group to the group that QEMU runs in",
+        )
+    if not facts.socket_group and facts.supervisor == "systemd":
+        return Check(
+            "socket-group",
+            PROBLEM,
+            "none: QEMU cannot reach its functions, which run in another group",
+            "set [daemon] socket_group to the group that QEMU runs in (libvirt-qemu on Debian)",
         )
     return Check("socket-group", OK, "as configured")
 

@@ -27,6 +27,7 @@ GOOD = Facts(
     memory_available_bytes=1 << 34,
     admin_mode=stat.S_IFSOCK | 0o666,
     admin_group="accelvisor",
+    socket_group="libvirt-qemu",
     socket_group_missing="",
 )
 
@@ -52,6 +53,7 @@ def test_a_good_host_has_no_finding() -> None:
         ("cgroups", {"controllers": ("cpu",)}, WARNING, "no memory"),
         ("admin-socket", {"admin_mode": None}, PROBLEM, "not there"),
         ("socket-group", {"socket_group_missing": "kvm"}, PROBLEM, '"kvm"'),
+        ("socket-group", {"socket_group": ""}, PROBLEM, "none"),
     ],
 )
 def test_each_finding(name: str, changes: dict[str, object], severity: str, text: str) -> None:
