@@ -5,11 +5,14 @@ Needs nothing but Python itself, so that a machine whose .venv is broken can sti
 
 from __future__ import annotations
 
+import re
 import shutil
+from pathlib import Path
 
 from accelvisor.errors import AccelvisorError, ConflictError
 from accelvisor.lab import cache, container, network, state, tree
 from accelvisor.lab.container import Place
+from accelvisor.lab.process import run
 from accelvisor.lab.progress import Progress
 from accelvisor.lab.state import HostState, LabState
 
@@ -84,8 +87,20 @@ def clean(progress: Progress) -> None:
     for found in _standing():
         if found.mine:
             remove(found.name)
+    # Not into a mount that no laboratory knows of any more: it is somebody's files.
+    _unmount_below(cache.root())
     if cache.root().is_dir():
         shutil.rmtree(cache.root())
+
+
+def _unmount_below(directory: Path) -> None:
+    mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
+    # Field 5, in which blanks and the like are octal escapes.
+    escaped = (line.split(" ")[4] for line in mounts.splitlines())
+    places = (re.sub(r"\\(\d{3})", lambda found: chr(int(found[1], 8)), text) for text in escaped)
+    below = [place for place in places if place.startswith(f"{directory.resolve()}/")]
+    for place in sorted(below, reverse=True):
+        run(["umount", "--lazy", place], timeout=30)
 
 
 def _standing() -> list[LabState]:

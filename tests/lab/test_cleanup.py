@@ -191,3 +191,21 @@ def test_a_host_that_died_is_replaced(quiet: Progress) -> None:
         lab.up()
         assert lab.hosts[0].run(["hostname"]).stdout == "host1\n"
     assert traces("c-dead") == []
+
+
+def test_clean_unmounts_what_no_laboratory_knows_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Progress
+) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    own = tmp_path / "the cache"
+    places = [own / "instances/gone/host1/root", own / "instances/gone/host1/root/inner"]
+    monkeypatch.setenv("ACCELVISOR_LAB_CACHE", str(own))
+    (precious / "inner").mkdir()
+    places[0].mkdir(parents=True)
+    for place in places:
+        subprocess.run(["mount", "--bind", precious, place], check=True, timeout=30)
+    takedown.clean(quiet)
+    assert not own.exists()
+    assert (precious / "file").exists()
