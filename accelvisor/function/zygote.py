@@ -40,6 +40,9 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ends: dict[int, int] = {}
         signal.signal(signal.SIGCHLD, lambda *_: _reap(ends))
+        # What importing leaves behind lives as long as the process: looking through it for garbage
+        # again and again would take a tenth of a function's start.
+        gc.disable()
         from accelvisor.function import worker
         from accelvisor.function.spec import load
 
@@ -48,8 +51,8 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
                 spec = load(spec)
             except ConfigError:
                 os._exit(1)
-        gc.collect()
-        gc.freeze()  # what is here stays shared between the workers
+        gc.freeze()  # and it stays shared between the workers
+        gc.enable()
         link.send(pack(WARM, os.getpid()))
         child = -1
         while True:
