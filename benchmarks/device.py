@@ -6,6 +6,7 @@ vfio-user client in the VM's place (no hypervisor in the way, so the figures are
 
 from __future__ import annotations
 
+import mmap
 import os
 import statistics
 import subprocess
@@ -176,14 +177,18 @@ _DEPTH = 4
 
 def copies(fn: Function, repeats: int, sizes: tuple[int, ...]) -> Iterator[Record]:
     """DMA between guest RAM and device memory against memcpy: as many bytes, in pieces of the same
-    size, through the same walk over the same guest RAM on the one side and as much memory on the
-    other.
+    size, through the same walk over the same guest RAM on the one side and as much memory of the
+    same kind (a shared file without huge pages, as a device's memory is) on the other.
     """
     buffer = fn.transport.allocate_dma(_WALK)
     tensor = fn.empty((_WALK,), "uint8")
     guest = np.frombuffer(buffer.view, np.uint8)
     guest[:] = 1
-    private = np.ones(_WALK, np.uint8)
+    fd = os.memfd_create("memcpy", os.MFD_CLOEXEC)
+    os.ftruncate(fd, _WALK)
+    peer = np.frombuffer(mmap.mmap(fd, _WALK), np.uint8)
+    os.close(fd)
+    peer[:] = 1
     for nbytes in sizes:
         places = range(0, _WALK, nbytes)
 
@@ -214,8 +219,8 @@ def copies(fn: Function, repeats: int, sizes: tuple[int, ...]) -> Iterator[Recor
             return _WALK / _timed(walk) / 1e9
 
         for name, build, ends in (
-            ("in", commands.copy_in, (private, guest)),
-            ("out", commands.copy_out, (guest, private)),
+            ("in", commands.copy_in, (peer, guest)),
+            ("out", commands.copy_out, (guest, peer)),
         ):
             entries = [
                 build(0, tensor.handle, at, Memory(Space.GUEST, 0, buffer.address + at, nbytes, 0))

@@ -23,6 +23,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from accelvisor.abi.status import CommandStatus
 from accelvisor.function import state as s
 from accelvisor.function.pauses import Pauses
@@ -146,8 +148,6 @@ def copy(target: memoryview, source: memoryview) -> None:
     if len(source) < _LARGE:
         target[:] = source
         return
-    import numpy as np
-
     np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
