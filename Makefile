@@ -50,9 +50,10 @@ lab-up: bootstrap ## boot the laboratory and leave it running (HOSTS=2)
 lab-down: bootstrap ## take it away again
 	@$(PYTHON) -m accelvisor.lab down
 
-# The laboratory goes first: what it has mounted must not be deleted under it.
+# The laboratory goes first: what it has mounted must not be deleted under it, and one that somebody
+# still uses not at all.
 clean: ## remove .venv, what was built, and the laboratory's caches
-	@if [ -x $(PYTHON) ] && [ "$$(id -u)" = 0 ]; then $(PYTHON) -m accelvisor.lab clean; fi
+	@scripts/clean-lab
 	@rm -rf .venv .cache build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis \
 		.import_linter_cache .benchmarks *.egg-info
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -68,14 +68,20 @@ def reap(progress: Progress) -> None:
 
 
 def clean(progress: Progress) -> None:
-    """Take down this tree's persistent laboratories and delete the cache.
+    """Delete the cache, having taken down this tree's persistent laboratories that stand on it.
 
     Raises:
         ConflictError: ``lab-cache-in-use``, before anything was touched: another laboratory stands
             on the cache, a process runs one of this tree's, or one is building into it.
     """
     reap(progress)
-    users = [f"laboratory {found.name} ({found.tree})" for found in _standing() if _lives_on(found)]
+    standing = [found for found in _all() if found.cache == str(cache.root())]
+    # Not ours to take down unasked: another tree's, and one that a living process will miss.
+    users = [
+        f"laboratory {found.name} ({found.tree})"
+        for found in standing
+        if not found.mine or found.owner is not None
+    ]
     users += [f"process {pid}, which builds" for pid in cache.builders()]
     if users:
         raise ConflictError(
@@ -84,9 +90,8 @@ def clean(progress: Progress) -> None:
             where="lab",
             hint="wait for its end, or take it down where it belongs",
         )
-    for found in _standing():
-        if found.mine:
-            remove(found.name)
+    for found in standing:
+        remove(found.name)
     # Not into a mount that no laboratory knows of any more: it is somebody's files.
     _unmount_below(cache.root())
     if cache.root().is_dir():
@@ -103,10 +108,5 @@ def _unmount_below(directory: Path) -> None:
         run(["umount", "--lazy", place], timeout=30)
 
 
-def _standing() -> list[LabState]:
+def _all() -> list[LabState]:
     return [found for name in state.names() if (found := state.load(name)) is not None]
-
-
-def _lives_on(found: LabState) -> bool:
-    """Whether it must keep the cache: it stands on it, and is not ours to take down unasked."""
-    return found.cache == str(cache.root()) and not (found.mine and found.owner is None)

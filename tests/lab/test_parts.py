@@ -244,6 +244,16 @@ def test_clean_waits_for_no_builder_and_refuses(
     assert building.exists()
 
 
+def test_clean_leaves_own_laboratories_on_another_cache_alone(
+    lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Progress
+) -> None:
+    running = state.LabState("own", None)
+    running.save()
+    monkeypatch.setenv("ACCELVISOR_LAB_CACHE", str(tmp_path / "cache"))
+    takedown.clean(quiet)
+    assert state.load("own") == running
+
+
 def test_clean_refuses_while_a_test_run_of_this_tree_has_a_laboratory(
     lab_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet: Progress
 ) -> None:
