@@ -23,12 +23,15 @@ from accelvisor.daemon.lifecycle import Event, State, move
 from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.store import Function
-from accelvisor.daemon.supervisor import Supervisor
-from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
+from accelvisor.daemon.supervisor import ProcessState, Supervisor
+from accelvisor.errors import AccelvisorError, NotFoundError, SystemFailure, UsageError
 from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+
+#: How often a process that does not come up is looked at (seconds).
+FAILED_S = 0.5
 
 #: The named points after each step, for fault injection in tests.
 CREATE_STEPS = (
@@ -148,9 +151,33 @@ class Functions:
         memory = function.memory_bytes + function.window_bytes
         await self.world.supervisor.start(function.uuid, memory)
         self.world.fault("create:started")
-        paths = self.world.paths.function(function.uuid)
-        await function_link.wait_ready(paths.holder_socket, deadline_s=self.world.ready_s)
+        await self._come_up(function)
         self.on_ready(function.uuid)
+
+    async def _come_up(self, function: Function) -> None:
+        """Until it is ready, or has ended: then nobody needs to wait for the deadline."""
+        paths = self.world.paths.function(function.uuid)
+        loop = asyncio.get_running_loop()
+        ready = loop.create_task(
+            function_link.wait_ready(paths.holder_socket, deadline_s=self.world.ready_s)
+        )
+        failed = 0
+        try:
+            while not (await asyncio.wait((ready,), timeout=FAILED_S))[0]:
+                # Twice: a unit that failed before stays so until its new start begins.
+                state = await self.world.supervisor.state(function.uuid)
+                failed = failed + 1 if state is ProcessState.FAILED else 0
+                if failed == 2:
+                    raise SystemFailure(
+                        "the function process ended before it was ready",
+                        code="function-not-ready",
+                        where=f"function:{function.uuid}",
+                        hint="its log says why (journalctl -u accelvisor-function@UUID)",
+                    )
+            await ready
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
 
     async def remove(self, function: Function, message: str) -> None:
         """From the journal row ``deleting`` to nothing. The caller holds the lock."""

@@ -103,9 +103,14 @@ class Domains:
     def _open(self) -> Any:
         lv = binding.libvirt()
         try:
-            return lv.open(self.uri)
+            connection = lv.open(self.uri)
         except lv.libvirtError as error:
             raise binding.unavailable(error.get_error_message() or str(error)) from error
+        # A libvirtd that hangs ends the connection, and with it the calls that wait. A local driver
+        # such as test:/// has no keep-alive.
+        with suppress(lv.libvirtError):
+            connection.setKeepAlive(5, 3)
+        return connection
 
     def _drop(self) -> None:
         if self._connection is None:

@@ -136,6 +136,7 @@ def record(path: str, verdict: KvmVerdict) -> None:
     temporary = f"{path}.new"
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     with os.fdopen(descriptor, "w") as file:
+        os.fchmod(file.fileno(), 0o644)  # whatever the unit's umask: the daemon is another user
         file.write(text + "\n")
     os.rename(temporary, path)
 

@@ -51,6 +51,23 @@ def test_the_spec_is_what_the_function_process_accepts(harness: Harness) -> None
     asyncio.run(scenario())
 
 
+def test_a_process_that_ends_at_once_is_not_waited_for(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_TEMPER", "quits")
+    monkeypatch.setattr("accelvisor.daemon.functions.FAILED_S", 0.05)
+
+    async def scenario() -> None:
+        async with harness.daemon() as daemon:
+            object.__setattr__(daemon._functions.world, "ready_s", 600.0)
+            with pytest.raises(errors.HostError) as caught:
+                await harness.call("CreateFunction", profile="small")
+            assert caught.value.code == "function-not-ready"
+            assert "ended before" in caught.value.message
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("temper", "code"),
     [("quits", "function-not-ready"), ("never", "function-not-ready"), ("refuses", "no-memory")],

@@ -131,6 +131,16 @@ def test_a_damaged_record_is_none(tmp_path: Path, text: str) -> None:
     assert not kvm.verdict(str(path), device="/nowhere/kvm").usable
 
 
+def test_a_record_is_readable_for_the_daemon_under_a_narrow_umask(tmp_path: Path) -> None:
+    """Root writes it under the unit's UMask=0027; the daemon that reads it is another user."""
+    old = os.umask(0o077)
+    try:
+        kvm.record(str(tmp_path / "kvm"), kvm.KvmVerdict(True, "ran"))
+    finally:
+        os.umask(old)
+    assert (tmp_path / "kvm").stat().st_mode & 0o777 == 0o644
+
+
 def test_recording_succeeds_also_when_kvm_is_of_no_use(tmp_path: Path) -> None:
     assert kvm.main(["kvm", "--record", str(tmp_path / "kvm")]) == 0
     assert kvm.recorded(str(tmp_path / "kvm")) == kvm.probe()
