@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,18 +11,7 @@ import pytest
 
 from accelvisor.hypervisor import xml
 from accelvisor.lab import DomainSpec, Guest, LabHost, Laboratory
-from accelvisor.lab.container import GUEST_IMAGES
-from accelvisor.lab.domain import KERNEL_ARGUMENTS
-
-#: What ``lspci -d`` takes for our functions.
-DEVICE = "acce:0001"
-
-
-def accelctl(host: LabHost, *words: str, check: bool = True, input: str | None = None) -> Any:
-    """One command's JSON; with ``check=False`` the error's, which goes to standard error."""
-    said = host.run(["accelctl", *words, "--json"], check=check, timeout=120, input=input)
-    text = said.stdout.strip() or said.stderr.strip()
-    return json.loads(text) if text else {}
+from tests.lab.user import accelctl, define, seen, selftest, start, state, wait_for_state
 
 
 @pytest.fixture
@@ -44,28 +34,6 @@ def function(new_function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     return new_function()
 
 
-def define(host: LabHost, name: str, *options: str) -> None:
-    """A domain from options alone, that boots the laboratory's guest."""
-    accelctl(
-        host, "vm", "define", name,
-        "--memory", "256MiB",
-        "--kernel", f"{GUEST_IMAGES}/vmlinuz",
-        "--initrd", f"{GUEST_IMAGES}/initrd.img",
-        "--cmdline", f"{KERNEL_ARGUMENTS} hostname={name}",
-        "--disk", f"{GUEST_IMAGES}/base.squashfs",
-        "--disk", f"{GUEST_IMAGES}/layer.squashfs",
-        "--console-log", f"/var/log/libvirt/qemu/{name}-console.log",
-        *options,
-    )  # fmt: skip
-
-
-def start(host: LabHost, name: str) -> Guest:
-    accelctl(host, "vm", "start", name)
-    guest = host.guest(name)
-    guest.wait_ready()
-    return guest
-
-
 @pytest.fixture(scope="module")
 def shared(lab: Laboratory) -> Iterator[Guest]:
     """A domain from options, running for all tests that only plug and unplug."""
@@ -83,24 +51,10 @@ def running(shared: Guest, new_function: Callable[..., dict[str, Any]]) -> Guest
     return shared
 
 
-def seen(guest: Guest) -> list[str]:
-    """PCI addresses of the functions that the guest sees."""
-    listed = guest.run(["lspci", "-D", "-d", DEVICE]).stdout
-    return [line.split()[0] for line in listed.splitlines()]
-
-
 def window(guest: Guest, address: str) -> int:
     """Where the guest has put BAR2; 0 when it has no address for it."""
     resource = guest.run(["cat", f"/sys/bus/pci/devices/{address}/resource"]).stdout
     return int(resource.splitlines()[2].split()[0], 16)
-
-
-def state(host: LabHost, uuid: str) -> str:
-    return str(accelctl(host, "function", "show", uuid)["function"]["state"])
-
-
-def selftest(guest: Guest, *options: str) -> None:
-    guest.run(["accelguest", "selftest", *options], timeout=120)
 
 
 def test_a_function_is_plugged_into_a_running_vm_and_taken_out(
@@ -119,7 +73,7 @@ def test_a_function_is_plugged_into_a_running_vm_and_taken_out(
 
     accelctl(host, "detach", function["uuid"], running.domain, "--live")
     assert seen(running) == []
-    host.wait(lambda: state(host, function["uuid"]) == "ready", deadline_s=10, what="ready again")
+    wait_for_state(host, function["uuid"], "ready")
     # And once more: nothing of the first time stands in the way.
     accelctl(host, "attach", function["uuid"], running.domain, "--live")
     host.wait(lambda: len(seen(running)) == 1, deadline_s=10, what="the function in the guest")
@@ -145,33 +99,6 @@ def test_functions_of_two_sizes_come_and_go_while_the_vm_runs(
         selftest(running, "--device", address)
 
 
-def test_a_persistent_function_is_there_after_every_way_to_restart(
-    host: LabHost, domain_name: str, function: dict[str, Any]
-) -> None:
-    define(host, domain_name)
-    accelctl(host, "attach", function["uuid"], domain_name, "--persistent")
-    guest = start(host, domain_name)
-    (address,) = seen(guest)
-    selftest(guest)
-    for verb in ("reboot", "reset"):
-        before = guest.boot_id
-        accelctl(host, "vm", verb, domain_name)
-        host.wait(
-            lambda before=before: guest.ready and guest.boot_id != before,
-            deadline_s=120,
-            what=f"the guest after {verb}",
-        )
-        assert seen(guest) == [address]
-    selftest(guest)
-    accelctl(host, "vm", "destroy", domain_name)
-    host.wait(lambda: state(host, function["uuid"]) == "attached", deadline_s=10, what="attached")
-    assert seen(start(host, domain_name)) == [address]
-    accelctl(host, "vm", "stop", domain_name)
-    accelctl(host, "detach", function["uuid"], domain_name, "--persistent")
-    assert state(host, function["uuid"]) == "ready"
-    assert xml.NAMESPACE not in host.virsh("dumpxml", domain_name, "--inactive").stdout
-
-
 def test_a_persistent_function_can_be_unplugged_and_plugged_again(
     host: LabHost, domain_name: str, function: dict[str, Any]
 ) -> None:
@@ -192,11 +119,11 @@ def test_a_killed_qemu_gives_the_function_back(
     define(host, domain_name)
     accelctl(host, "vm", "start", domain_name)  # its firmware is enough of a guest
     accelctl(host, "attach", function["uuid"], domain_name, "--live")
-    host.wait(lambda: state(host, function["uuid"]) == "running", deadline_s=10, what="in use")
+    wait_for_state(host, function["uuid"], "running")
     pid = host.run(["cat", f"/run/libvirt/qemu/{domain_name}.pid"]).stdout.strip()
     host.run(["kill", "-KILL", pid])
     host.guest(domain_name).wait_state("shut off")
-    host.wait(lambda: state(host, function["uuid"]) == "ready", deadline_s=15, what="ready again")
+    wait_for_state(host, function["uuid"], "ready")
     accelctl(host, "vm", "start", domain_name)
     accelctl(host, "attach", function["uuid"], domain_name, "--live")
     accelctl(host, "vm", "destroy", domain_name)
@@ -258,14 +185,64 @@ def test_a_stolen_socket_path_does_not_start(
 ) -> None:
     mine, other = new_function(), new_function()
     define(host, domain_name)
+    plain = host.virsh("dumpxml", domain_name, "--inactive").stdout
     accelctl(host, "attach", mine["uuid"], domain_name, "--persistent")
     stored = host.virsh("dumpxml", domain_name, "--inactive").stdout
-    host.run(
-        ["virsh", "define", "/dev/stdin"], input=stored.replace(mine["socket"], other["socket"])
+    label, device = stored.split("<qemu:commandline>")
+    theirs = device.replace(mine["socket"], other["socket"])
+    for text, told in (
+        (
+            stored.replace(mine["socket"], other["socket"]),
+            f"function {mine['uuid']} is at {mine['socket']}",
+        ),
+        # An honest label, and only the device goes elsewhere.
+        (f"{label}<qemu:commandline>{theirs}", f"gives QEMU {other['socket']}"),
+        # No label at all.
+        (
+            plain[: plain.index("<qemu:commandline>")] + f"<qemu:commandline>{theirs}",
+            f"gives QEMU {other['socket']}",
+        ),
+    ):
+        host.run(["virsh", "define", "/dev/stdin"], input=text)
+        refused = host.virsh("start", domain_name, check=False)
+        assert refused.returncode != 0
+        assert f"accelvisor: {told}" in refused.stderr or told in refused.stderr
+
+
+def test_a_copy_of_a_domain_does_not_take_its_function(
+    host: LabHost, domain_name: str, function: dict[str, Any]
+) -> None:
+    define(host, domain_name)
+    accelctl(host, "attach", function["uuid"], domain_name, "--persistent")
+    stored = host.virsh("dumpxml", domain_name, "--inactive").stdout
+    copy = re.sub(r"<uuid>.*?</uuid>", "", stored).replace(
+        f"<name>{domain_name}</name>", f"<name>zz-{domain_name}</name>"
     )
-    refused = host.virsh("start", domain_name, check=False)
-    assert refused.returncode != 0
-    assert f"accelvisor: function {mine['uuid']} is at {mine['socket']}" in refused.stderr
+    host.run(["virsh", "define", "/dev/stdin"], input=copy)
+    try:
+        refused = host.virsh("start", f"zz-{domain_name}", check=False)
+        assert f"belongs to domain {domain_name} (accelctl detach" in refused.stderr
+        owner = accelctl(host, "function", "show", function["uuid"])["function"]["domain"]
+        assert owner == domain_name
+        host.virsh("start", domain_name)
+    finally:
+        host.virsh("undefine", f"zz-{domain_name}", check=False)
+
+
+def test_a_guest_that_lets_go_after_the_deadline_gives_the_function_back(
+    host: LabHost, running: Guest, function: dict[str, Any]
+) -> None:
+    accelctl(host, "attach", function["uuid"], running.domain, "--live")
+    accelctl(host, "vm", "suspend", running.domain)
+    try:
+        words = ("detach", function["uuid"], running.domain, "--live", "--timeout", "0.5")
+        assert "detach-deadline" in json.dumps(accelctl(host, *words, check=False))
+        assert state(host, function["uuid"]) == "running"
+    finally:
+        accelctl(host, "vm", "resume", running.domain)
+    # Nobody asks again: the guest's late answer is enough.
+    wait_for_state(host, function["uuid"], "ready")
+    assert seen(running) == []
 
 
 def test_libvirt_restarts_under_a_running_function(
