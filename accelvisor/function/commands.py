@@ -307,13 +307,13 @@ class Commands:
 
     # --- copies -----------------------------------------------------------------------------------
 
-    def _copy_in(self, where: Where, entry: bytes) -> Pauses[Result]:
+    def _copy_in(self, where: Where, entry: bytes) -> Result | Pauses[Result]:
         return self._copy(where, entry, write=False)
 
-    def _copy_out(self, where: Where, entry: bytes) -> Pauses[Result]:
+    def _copy_out(self, where: Where, entry: bytes) -> Result | Pauses[Result]:
         return self._copy(where, entry, write=True)
 
-    def _copy(self, where: Where, entry: bytes, *, write: bool) -> Pauses[Result]:
+    def _copy(self, where: Where, entry: bytes, *, write: bool) -> Result | Pauses[Result]:
         context = self.context(where)
         handle, offset, raw = abi.COPY.unpack_from(entry, _BODY)
         tensor = self._objects.get(handle, context, TENSOR)
@@ -324,21 +324,21 @@ class Commands:
                 f"{m.length} bytes at {offset}, the tensor has {tensor.nbytes}",
             )
         device = tensor.address + offset
-        view = self._memory.view
         if m.space == _GUEST and not m.transfer and not m.count and m.length <= _COPY_STEP:
             # By far the most frequent: one span that moves, and is checked, in one step.
-            part = view[device : device + m.length]
+            part = self._memory.view[device : device + m.length]
             dma = self._dma
-            if not (dma.write_files if write else dma.read_files)(m.address, part):
-                yield from self._copy_spans(where, m, device, write)
-        else:
-            yield from self._copy_spans(where, m, device, write)
-        self._state.count("bytes_out" if write else "bytes_in", m.length)
-        return 0, m.length, ISSUE_CYCLES + -(-m.length // BYTES_PER_CYCLE)
+            if (dma.write_files if write else dma.read_files)(m.address, part):
+                return self._copied(m.length, write)
+        return self._copy_spans(where, m, device, write)
+
+    def _copied(self, nbytes: int, write: bool) -> Result:
+        self._state.count("bytes_out" if write else "bytes_in", nbytes)
+        return 0, nbytes, ISSUE_CYCLES + -(-nbytes // BYTES_PER_CYCLE)
 
     def _copy_spans(
         self, where: Where, m: abi.Memory, device: int, write: bool
-    ) -> Pauses[None]:
+    ) -> Pauses[Result]:
         """The general case: any number of spans, from the position in the cursor on."""
         spans = yield from self._spans(m, write)
         done_at = (where.cursor + s.C_POSITION64) // 2
@@ -365,6 +365,7 @@ class Commands:
                 self._u64[done_at] = max(skip, passed)
                 if self._attention():
                     yield None
+        return self._copied(m.length, write)
 
     # --- launch -----------------------------------------------------------------------------------
 
