@@ -22,6 +22,11 @@ _TIMEOUT_S = 900
 _numbers = itertools.count(1)
 
 
+def own_name(word: str) -> str:
+    """A laboratory's name that no other test run on this machine uses."""
+    return f"{word[:9]}-{os.getpid()}"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"lab", "laboratory_possible"} & set(getattr(item, "fixturenames", ())):

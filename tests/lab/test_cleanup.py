@@ -18,6 +18,7 @@ from accelvisor.errors import ConflictError
 from accelvisor.lab import Laboratory, container, network, state, takedown
 from accelvisor.lab.process import wait_until
 from accelvisor.lab.progress import Progress
+from tests.lab.conftest import own_name
 
 pytestmark = pytest.mark.usefixtures("lab")
 
@@ -90,57 +91,62 @@ def _inside(name: str) -> list[int]:
 
 
 def test_at_the_end_of_its_block(quiet: Progress) -> None:
-    with Laboratory(1, name="c-block", install=False, progress=quiet) as lab:
+    name = own_name("block")
+    with Laboratory(1, name=name, install=False, progress=quiet) as lab:
         assert lab.hosts[0].run(["true"]).returncode == 0
-        assert traces("c-block")
-        assert len(_reapers("c-block")) == 1
-    assert traces("c-block") == []
-    assert _reapers("c-block") == []
+        assert traces(name)
+        assert len(_reapers(name)) == 1
+    assert traces(name) == []
+    assert _reapers(name) == []
 
 
 def test_after_an_exception_in_its_block(quiet: Progress) -> None:
+    name = own_name("error")
     with (
         pytest.raises(ZeroDivisionError),
-        Laboratory(1, name="c-error", install=False, progress=quiet),
+        Laboratory(1, name=name, install=False, progress=quiet),
     ):
         _ = 1 // 0
-    assert traces("c-error") == []
+    assert traces(name) == []
 
 
 def test_after_sigkill_while_up() -> None:
-    with _start("c-killed") as child:
+    name = own_name("killed")
+    with _start(name) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
-        assert len(_inside("c-killed")) > 5
+        assert len(_inside(name)) > 5
         child.send_signal(signal.SIGKILL)
-    _goes_by_itself("c-killed")
-    assert _inside("c-killed") == []
+    _goes_by_itself(name)
+    assert _inside(name) == []
 
 
 def test_after_sigkill_of_owner_and_reaper_the_next_one_cleans_up(quiet: Progress) -> None:
-    with _start("c-both") as child:
+    name = own_name("both")
+    with _start(name) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
-        (reaper,) = _reapers("c-both")
+        (reaper,) = _reapers(name)
         os.kill(reaper, signal.SIGKILL)
         child.send_signal(signal.SIGKILL)
     # The hosts die with their owner all the same.
-    wait_until(lambda: not _inside("c-both"), deadline_s=10, what="the hosts' end")
-    assert traces("c-both")
+    wait_until(lambda: not _inside(name), deadline_s=60, what="the hosts' end")
+    assert traces(name)
     takedown.reap(quiet)
-    assert traces("c-both") == []
+    assert traces(name) == []
 
 
 def test_somebody_elses_is_neither_taken_down_nor_taken_over(quiet: Progress) -> None:
-    with Laboratory(1, name="c-other", install=False, progress=quiet) as lab:
-        found = state.load("c-other")
+    name = own_name("other")
+    with Laboratory(1, name=name, install=False, progress=quiet) as lab:
+        found = state.load(name)
         assert found is not None
         own_tree, found.tree = found.tree, "/home/other/accelvisor"
         found.save()
         try:
             for refused in (
-                lambda: takedown.remove("c-other"),
-                Laboratory(1, name="c-other", persistent=True, progress=quiet).up,
+                lambda: takedown.remove(name),
+                Laboratory(1, name=name, persistent=True, progress=quiet).up,
                 lambda: takedown.clean(quiet),
             ):
                 with pytest.raises(ConflictError) as caught:
@@ -154,7 +160,7 @@ def test_somebody_elses_is_neither_taken_down_nor_taken_over(quiet: Progress) ->
 
 @pytest.mark.parametrize("moment", ["state", "namespace", "mount", "nspawn"])
 def test_after_sigkill_while_it_comes_up(moment: str) -> None:
-    name = f"c-{moment}"
+    name = own_name(moment)
     place = _place(name)
     reached = {
         "state": lambda: state.load(name) is not None,
@@ -169,28 +175,30 @@ def test_after_sigkill_while_it_comes_up(moment: str) -> None:
 
 
 def test_a_second_one_of_the_same_name_is_refused(quiet: Progress) -> None:
-    with _start("c-twice") as child:
+    name = own_name("twice")
+    with _start(name) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         with pytest.raises(ConflictError) as caught:
-            Laboratory(1, name="c-twice", install=False, progress=quiet).up()
+            Laboratory(1, name=name, install=False, progress=quiet).up()
         assert caught.value.code == "lab-busy"
         # The refused one has taken nothing from the first.
-        assert len(_inside("c-twice")) > 5
+        assert len(_inside(name)) > 5
         child.communicate("")
-    assert traces("c-twice") == []
+    assert traces(name) == []
 
 
 def test_a_host_that_died_is_replaced(quiet: Progress) -> None:
-    with Laboratory(1, name="c-dead", install=False, progress=quiet) as lab:
-        first = state.load("c-dead")
+    name = own_name("dead")
+    with Laboratory(1, name=name, install=False, progress=quiet) as lab:
+        first = state.load(name)
         assert first is not None
         assert first.hosts[0].leader is not None
         first.hosts[0].leader.end(deadline_s=10)
         assert not lab.hosts[0].alive
         lab.up()
         assert lab.hosts[0].run(["hostname"]).stdout == "host1\n"
-    assert traces("c-dead") == []
+    assert traces(name) == []
 
 
 def test_clean_unmounts_what_no_laboratory_knows_of(

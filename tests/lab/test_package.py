@@ -16,6 +16,7 @@ import pytest
 
 from accelvisor.lab import LabHost, Laboratory, package
 from accelvisor.lab.progress import Progress
+from tests.lab.conftest import own_name
 from tests.lab.modules import IMPORT_ALL, modules
 
 NEWER = "0.1.0+rebuilt"
@@ -26,7 +27,9 @@ MAN = sorted(path.name for path in (package.repository() / "docs/man").glob("*.[
 @pytest.fixture(scope="module")
 def bare(lab: Laboratory) -> Iterator[LabHost]:
     """A host without accelvisor; asking for ``lab`` has built the images."""
-    with Laboratory(1, name="c-package", install=False, progress=Progress(quiet=True)) as own:
+    with Laboratory(
+        1, name=own_name("package"), install=False, progress=Progress(quiet=True)
+    ) as own:
         yield own.hosts[0]
 
 
