@@ -8,6 +8,7 @@ for computation, except a reset, which waits for the tile in progress.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import threading
@@ -45,6 +46,8 @@ from accelvisor.vfio_user.protocol import (
     RegionFlag,
     UnmapFlag,
 )
+
+log = logging.getLogger(__name__)
 
 _CONFIG = int(PciRegion.CONFIG)
 _RW = RegionFlag.READ | RegionFlag.WRITE
@@ -168,7 +171,14 @@ class Device:
 
     def connected(self) -> None:
         """A new client: nothing of an earlier one may be left."""
-        self.reset()
+        try:
+            self.function_reset()
+        except Refusal:
+            # Much memory takes long to scrub. The engine does nothing else before that is done,
+            # and STATUS says so; the client need not wait for its greeting, and we must not die.
+            log.info("the reset for a new client goes on")
+        self.migration.reset()
+        self.config.reset()
         self.clear_window()
         self.state.u32[s.R_MASK] = 0
         self.state.count("connections")

@@ -13,7 +13,7 @@ import pytest
 from accelvisor.abi import commands as abi
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot, encode
-from accelvisor.abi.registers import NEED_WAKEUP, QueueControl, QueueReg, QueueStatus, Reg
+from accelvisor.abi.registers import NEED_WAKEUP, QueueControl, QueueReg, QueueStatus, Reg, Status
 from accelvisor.abi.status import CommandStatus
 from accelvisor.errors import DeadlineError
 from accelvisor.function import launch as launching
@@ -269,6 +269,22 @@ def test_a_reset_ends_a_queue_that_is_being_closed(
     again = local.ring()
     again.open()
     assert again.do(abi.nop).status == 0
+
+
+def test_a_reset_that_takes_long_does_not_kill_the_worker_of_a_new_client(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, _ = two(local)
+    ring.ok(abi.tensor_create, F32, (1024,))
+    gate = Gate(monkeypatch, stuck=True)
+    request = local.device.engine.request_reset
+    monkeypatch.setattr(local.device.engine, "request_reset", lambda _: request(0.05))
+    local.device.connected()
+    assert gate.inside.is_set()
+    assert not local.read32(Reg.STATUS) & Status.READY
+    gate.open.set()
+    wait_for(lambda: local.read32(Reg.STATUS) & Status.READY, "the reset to end")
+    assert local.device.memory.used == 0
 
 
 @pytest.mark.parametrize("build", [abi.tensor_destroy, abi.context_close])
