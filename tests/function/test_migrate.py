@@ -268,6 +268,7 @@ def test_a_state_loaded_by_half_is_not_taken_for_a_whole_one(
         go(target, MigState.STOP)
     target.restart()
     assert at(target) is MigState.ERROR
+    assert not any(target.state.u8[s.QUEUES_AT : s.DIGEST_END])  # no record is believed
     with pytest.raises(Refusal):
         go(target, MigState.STOP)
     target.device.reset()
