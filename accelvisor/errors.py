@@ -34,7 +34,7 @@ class AccelvisorError(Exception):
     Args:
         message: what happened, one sentence, no trailing stop.
         code: stable kebab-case identifier; defaults to the class's own.
-        where: the part that met it, e.g. ``vfio-user`` or ``config:/etc/accelvisor/accelvisor.toml``.
+        where: the part that met it, ``vfio-user`` or ``config:/etc/accelvisor/accelvisor.toml``.
         hint: what the reader can do about it; empty when there is nothing to do.
     """
 
@@ -54,7 +54,7 @@ class AccelvisorError(Exception):
         return self.message
 
     def to_dict(self) -> dict[str, str]:
-        """The wire form: the same four fields everywhere (admin API, ``--json``, control socket)."""
+        """The wire form: the same four fields in the admin API, ``--json``, control socket."""
         return {
             "code": self.code,
             "message": self.message,

@@ -29,7 +29,7 @@ MAGIC = 0x46564341  # "ACVF"
 
 
 class Reg(IntEnum):
-    """BAR0 offsets. 32-bit unless the name ends in ``_64``; RO unless the comment says otherwise."""
+    """BAR0 offsets. 32-bit unless the name ends in ``_64``; RO unless the comment differs."""
 
     MAGIC = 0x000
     ABI_VERSION = 0x004
@@ -99,7 +99,7 @@ class QueueStatus(IntEnum):
     FAULTED = 2  # its context stopped; DISABLE then ENABLE to begin again
 
 
-# --- the window ------------------------------------------------------------------------------------
+# --- the window -----------------------------------------------------------------------------------
 
 PAGE = 4096
 #: Queue control page (page number = queue number); one cache line each. Indices are free-running

@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz [--seconds N]``: generated input at every parser, the time shared evenly."""
+"""``python -m tests.fuzz [--seconds N]``: generated input at every parser, for equal times."""
 
 from __future__ import annotations
 
