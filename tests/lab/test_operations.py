@@ -216,6 +216,7 @@ def test_plain_varlinkctl_can_do_all(host: LabHost) -> None:
 
 
 def test_varlinkctl_follows_events(host: LabHost) -> None:
+    steps = ("creating", "created", "deleting", "deleted")
     last = max((e["id"] for e in accelctl(host, "events")["events"]), default=0)
     watch = ["varlinkctl", "call", "--more", "--json=short", ADMIN]
     watch += ["io.accelvisor.Admin.WatchEvents", json.dumps({"after": last})]
@@ -229,7 +230,7 @@ def test_varlinkctl_follows_events(host: LabHost) -> None:
 
         def told() -> bool:
             kinds = [event["kind"] for event in _events(host, log) if event]
-            return kinds[:1] + kinds[-1:] == ["function-created", "function-deleted"]
+            return kinds == [f"function-{step}" for step in steps]
 
         host.wait(told, what="creation and deletion")
     finally:
