@@ -2,8 +2,8 @@
 
 A busy stream of commands costs no exit from the VM: the guest writes an entry, moves SQ_TAIL, and
 rings the doorbell only when the device has said that it sleeps. Completions may come in any order;
-they are kept by cookie until their waiter asks. Waiting spins for about as long as recent commands
-took, then sleeps: on a machine with few cores, a spinning guest takes the very core that the device
+they are kept by cookie until their waiter asks. Waiting spins, then sleeps; for how long it spins
+is learned, since on a machine with few cores a spinning guest takes the very core that the device
 needs.
 """
 
@@ -191,11 +191,11 @@ class Queue(Rings):
             if self._batches:
                 self._kick()
             start = self._clock()
-            if not self._spin(cookie, start + self.policy.spin_for(self._expected_s)):
+            spinning = self._spinning
+            long = spinning.pick()
+            if not self._spin(cookie, start + spinning.seconds(long), long):
                 self._doze(cookie, start, timeout_s, interrupt and self._interrupts)
-            took = min(self._clock() - start, 4 * self.policy.spin_s)
-            # An average over about eight waits, so that one long program does not end spinning.
-            self._expected_s += (took - self._expected_s) / 8
+            spinning.learn(long, self._clock() - start)
         with self._lock:
             raw = self._done.pop(cookie, None)
         if raw is None:
@@ -240,7 +240,7 @@ class Queue(Rings):
             finally:
                 self._lock.acquire()
 
-    def _spin(self, cookie: int, end: float) -> bool:
+    def _spin(self, cookie: int, end: float, generous: bool) -> bool:
         words, at, done = self._words, self._cq_tail_at, self._done
         clock = self._clock
         while True:
@@ -254,7 +254,8 @@ class Queue(Rings):
                 return True
             if clock() >= end:
                 return False
-            os.sched_yield()
+            if generous:  # a moment is not worth it: the scheduler counts a yield as a whole turn
+                os.sched_yield()
 
     def _doze(self, cookie: int, start: float, timeout_s: float | None, interrupt: bool) -> None:
         pause = Pauses(self, start, timeout_s, interrupt)

@@ -37,7 +37,7 @@ from accelvisor.errors import AccelvisorError, ProtocolError, UsageError
 from accelvisor.guest.errors import DeviceBroken, DeviceReset
 from accelvisor.guest.registers import Registers
 from accelvisor.guest.transport import Transport
-from accelvisor.guest.waiting import WaitPolicy
+from accelvisor.guest.waiting import Spinning, WaitPolicy
 
 M32 = 0xFFFFFFFF
 IN_ORDER = os.uname().machine in ("x86_64", "i686", "i386")
@@ -97,7 +97,7 @@ class Rings:
         self._lock = threading.Lock()
         self._interrupts: bool = getattr(transport, "interrupts", True)
         self._cookie = 0
-        self._expected_s = self.policy.spin_s / 4
+        self._spinning = Spinning(self.policy)
         #: (cookie, what to call at its completion, whether nobody waits for it). A deque, because
         #: garbage collection adds to it while the lock may be held.
         self.abandoned: deque[tuple[int, Callable[[], None] | None, bool]] = deque()

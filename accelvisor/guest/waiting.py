@@ -8,13 +8,17 @@ from typing import Protocol
 from accelvisor.abi.registers import Status
 from accelvisor.guest.errors import CommandTimeout
 
+#: The least that is spun, in seconds.
+BRIEF_S = 2e-5
+
 
 @dataclass(frozen=True, slots=True)
 class WaitPolicy:
     """How a waiter spends its time. Seconds."""
 
-    #: Spin at most this long; where recent commands took longer, do not spin at all: it would take
-    #: time from the very core that the device may need, and end in a sleep all the same.
+    #: Spin at most this long, and where it does not pay only for a moment (see Spinning). Not for a
+    #: time between: to give up spinning a little too early costs a sleep, during which the device
+    #: falls asleep as well, and then each waits for the other's waking.
     spin_s: float = 0.0005
     #: The first sleep; later ones are a tenth of the time waited so far, so that at most about a
     #: tenth is lost to oversleeping.
@@ -27,11 +31,45 @@ class WaitPolicy:
     #: How much longer to wait past a deadline while the function says that it is frozen.
     frozen_s: float = 60.0
 
-    def spin_for(self, expected_s: float) -> float:
-        """How long to spin for a command that will probably take ``expected_s`` seconds."""
-        # All of it or next to nothing: to give up spinning a little too early costs a sleep, during
-        # which the device falls asleep as well, and then each waits for the other's waking.
-        return self.spin_s if expected_s <= self.spin_s else min(2e-5, self.spin_s)
+
+class Spinning:
+    """Whether to spin for long or for a moment: whichever lately ended waits sooner.
+
+    A guess by the commands' length alone is wrong where guest and device share busy cores: there a
+    long spin takes the time that the device needs, so the very wait that it should shorten lasts
+    as long as the spin, and each yield in it gives other programs a turn that they need not
+    return. So both ways are timed, and now and then the other one is tried again.
+    """
+
+    #: One wait in so many goes the way that looks worse.
+    TRY_EVERY = 32
+
+    def __init__(self, policy: WaitPolicy) -> None:
+        self.policy = policy
+        self._long_s = self._brief_s = 0.0  # averages over about eight waits
+        self._waits = 0
+        self._trying = False
+
+    def pick(self) -> bool:
+        """Whether this wait spins for long."""
+        self._waits += 1
+        self._trying = self._waits % self.TRY_EVERY == 0
+        long = self._long_s <= self._brief_s * 1.1 and self._long_s <= self.policy.spin_s
+        return long != self._trying
+
+    def seconds(self, long: bool) -> float:
+        """How long to spin."""
+        return self.policy.spin_s if long else min(BRIEF_S, self.policy.spin_s)
+
+    def learn(self, long: bool, took_s: float) -> None:
+        """A wait took so many seconds."""
+        took_s = min(took_s, 2 * self.policy.spin_s)  # one long program is no lesson for no-ops
+        weight = 0.25 if self._trying else 0.125  # trials are rare, so each says more
+        over = took_s < BRIEF_S  # before the two ways part: it says the same of both
+        if long or over:
+            self._long_s += (took_s - self._long_s) * weight
+        if over or not long:
+            self._brief_s += (took_s - self._brief_s) * weight
 
 
 class Waited(Protocol):

@@ -20,6 +20,7 @@ from accelvisor.guest.errors import (
 )
 from accelvisor.guest.queue import Queue
 from accelvisor.guest.registers import Registers
+from accelvisor.guest.waiting import Spinning, WaitPolicy
 
 from .fake_device import FakeDevice
 
@@ -169,20 +170,55 @@ def test_a_late_completion_is_waited_for_without_spinning_through_it(device: Fak
     assert device.clock.slept > 0
 
 
-def test_spinning_stops_where_it_does_not_pay_and_comes_back(device: FakeDevice) -> None:
+def spun(device: FakeDevice, waits: int) -> int:
+    """Of so many waits, how many were for the long spin."""
     queue = make(device)
-    policy = queue.policy
-    for _ in range(50):
+    picked: list[bool] = []
+    pick = queue._spinning.pick
+
+    def noted() -> bool:
+        picked.append(pick())
+        return picked[-1]
+
+    queue._spinning.pick = noted  # type: ignore[method-assign]
+    for _ in range(waits):
         queue.call(NOP)
-    assert policy.spin_for(queue._expected_s) == policy.spin_s  # worth it for quick commands
+    return sum(picked)
+
+
+def test_quick_commands_are_spun_for(device: FakeDevice) -> None:
+    assert spun(device, 320) >= 300
+
+
+def test_long_commands_are_not_spun_for_but_now_and_then(device: FakeDevice) -> None:
     device.late_ticks = 30
-    for _ in range(30):
-        queue.call(NOP)
-    assert policy.spin_for(queue._expected_s) == 2e-5
-    device.late_ticks = 0
-    for _ in range(50):
-        queue.call(NOP)
-    assert policy.spin_for(queue._expected_s) == policy.spin_s
+    assert 5 <= spun(device, 320) <= 40
+
+
+def learned(spinning: Spinning, long_s: float, brief_s: float, waits: int = 320) -> int:
+    """Waits that take so long each way; of the last half, how many were for the long spin."""
+    picked = []
+    for _ in range(waits):
+        picked.append(spinning.pick())
+        spinning.learn(picked[-1], long_s if picked[-1] else brief_s)
+    return sum(picked[waits // 2 :])
+
+
+def test_a_spin_that_starves_the_device_is_given_up() -> None:
+    assert learned(Spinning(WaitPolicy()), long_s=480e-6, brief_s=100e-6) <= 10
+
+
+def test_spinning_comes_back_when_it_pays_again() -> None:
+    spinning = Spinning(WaitPolicy())
+    learned(spinning, long_s=480e-6, brief_s=100e-6)
+    assert learned(spinning, long_s=10e-6, brief_s=100e-6, waits=640) >= 300
+
+
+def test_one_long_program_does_not_end_spinning() -> None:
+    spinning = Spinning(WaitPolicy())
+    learned(spinning, long_s=10e-6, brief_s=100e-6)
+    spinning.learn(spinning.pick(), 5.0)
+    assert learned(spinning, long_s=10e-6, brief_s=100e-6, waits=128) >= 56
 
 
 def test_an_interrupt_ends_the_sleep(device: FakeDevice) -> None:
