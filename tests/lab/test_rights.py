@@ -1,0 +1,153 @@
+"""Who reaches what on an installed host: users of the look-only group, and a hostile function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from accelvisor.lab import LabHost, Laboratory
+from tests.lab.user import accelctl, define, state
+
+LOOKER = "accel-looker"
+OPERATOR = "accel-operator"
+STRANGER = "accel-stranger"
+RUN = "/run/accelvisor"
+
+CONNECT = """
+import socket, sys
+for name in ("holder", "control", "vfio"):
+    try:
+        socket.socket(socket.AF_UNIX).connect(f"{sys.argv[1]}/{name}.sock")
+        print("connected")
+    except OSError as error:
+        print(error.strerror)
+"""
+
+#: What a worker that a guest took over may leave behind.
+MESS = """
+cd {run}/function/{uuid}
+mkdir closed deep
+touch closed/file
+chmod 700 closed
+ln -s /var/lib/accelvisor/accelvisor.db spec.new
+ln -s /var/lib/accelvisor/accelvisor.db process
+(cd deep && for i in $(seq 1500); do mkdir x && cd x || exit 1; done)
+for file in {run}/spec/{uuid}.json {run}/spec/other.json {run}/function/other; do
+    (: > $file) 2>/dev/null && echo wrote $file
+done
+true
+"""
+
+
+@pytest.fixture(scope="module")
+def users(lab: Laboratory) -> Iterator[None]:
+    host = lab.hosts[0]
+    for name, group in ((LOOKER, "accelvisor"), (OPERATOR, "accelvisor-operate"), (STRANGER, "")):
+        host.run(["useradd", name, *(["--groups", group] if group else [])])
+    yield
+    for name in (LOOKER, OPERATOR, STRANGER):
+        host.run(["userdel", name], check=False)
+
+
+@pytest.fixture
+def function(host: LabHost) -> Iterator[str]:
+    """The UUID of one that is ready."""
+    made = accelctl(host, "function", "create", "small")["function"]
+    yield made["uuid"]
+    host.run(["accelctl", "function", "delete", made["uuid"], "--force"], check=False)
+
+
+def run_as(host: LabHost, user: str, *command: str) -> tuple[int, str]:
+    done = host.run(["runuser", "-u", user, "--", *command], check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_who_may_look_reaches_no_function(host: LabHost, users: None, function: str) -> None:
+    """Its sockets take commands, and who can put a file there gets the next guest's memory."""
+    directory = f"{RUN}/function/{function}"
+    assert run_as(host, LOOKER, "accelctl", "function", "list")[0] == 0
+    said = run_as(host, LOOKER, "python3", "-c", CONNECT, directory)[1]
+    assert said.split("\n")[:3] == ["Permission denied"] * 3
+    for command in (
+        ["touch", f"{directory}/mine"],
+        ["rm", "-f", f"{directory}/vfio.sock"],
+        ["ls", directory],
+        ["cat", f"{RUN}/spec/{function}.json"],
+    ):
+        code, text = run_as(host, LOOKER, *command)
+        assert code != 0, command
+        assert "Permission denied" in text
+
+
+def test_levels_do_not_need_each_others_groups(host: LabHost, users: None, function: str) -> None:
+    assert run_as(host, OPERATOR, "accelctl", "function", "reset", function)[0] == 0
+    assert run_as(host, OPERATOR, "accelctl", "function", "delete", function)[0] == 4
+    assert run_as(host, LOOKER, "accelctl", "function", "reset", function)[0] == 4
+    assert run_as(host, STRANGER, "accelctl", "function", "list")[0] == 4
+
+
+def test_a_hostile_function_writes_nowhere_else_and_is_deleted(
+    host: LabHost, function: str
+) -> None:
+    """As the function's own uid, in its own mount namespace, with what it may do there."""
+    unit = f"accelvisor-function@{function}.service"
+    pid = host.run(["systemctl", "show", "--property=MainPID", "--value", unit]).stdout.strip()
+    directory = f"{RUN}/function/{function}"
+    uid, gid = host.run(["stat", "-c", "%u %g", f"{directory}/holder.sock"]).stdout.split()
+    become = ["setpriv", "--reuid", uid, "--regid", gid, "--clear-groups"]
+    script = MESS.format(run=RUN, uuid=function)
+    done = host.run(["nsenter", "-t", pid, "-m", "--", *become, "sh", "-c", script])
+    assert done.stdout == ""
+    listed = host.run(["ls", directory]).stdout.split()
+    assert {"closed", "deep", "spec.new"} <= set(listed)
+    host.run(["kill", "-KILL", pid])  # and the daemon writes the specification anew
+    host.wait(
+        lambda: (
+            "restarted" in host.run(["accelctl", "events"]).stdout
+            and state(host, function) == "ready"
+        ),
+        deadline_s=20,
+        what="a new process",
+    )
+    magic = host.run(["head", "-c", "15", "/var/lib/accelvisor/accelvisor.db"]).stdout
+    assert magic == "SQLite format 3"
+    accelctl(host, "function", "delete", function)
+    assert function not in host.run(["ls", f"{RUN}/function", f"{RUN}/spec"]).stdout
+
+
+def test_a_large_function_has_a_ceiling_above_its_memory(host: LabHost) -> None:
+    """Set by the daemon, which polkit lets command this unit."""
+    drop_in = "/etc/accelvisor/conf.d/90-large.toml"
+    text = '[cards.card0]\n[cards.wide]\nmemory = "20GiB"\n[profiles.small]\n'
+    text += '[profiles.wide]\nmemory = "16GiB"\n'
+    try:
+        host.run(["sh", "-c", f"cat > {drop_in}"], input=text)
+        host.run(["systemctl", "reload", "accelvisor.service"])
+        made = accelctl(host, "function", "create", "wide")["function"]
+        unit = f"accelvisor-function@{made['uuid']}.service"
+        shown = host.run(["systemctl", "show", "--property=MemoryMax", "--value", unit]).stdout
+        accelctl(host, "function", "delete", made["uuid"])
+        assert int(shown) == (17 << 30) + (16 << 20)
+    finally:
+        host.run(["rm", "-f", drop_in])
+        host.run(["systemctl", "reload", "accelvisor.service"])
+
+
+def test_an_autostarted_vm_gets_its_function(
+    host: LabHost, function: str, domain_name: str
+) -> None:
+    """libvirt starts it while it comes up, as at a boot; its hook asks accelvisord."""
+    define(host, domain_name)
+    accelctl(host, "attach", function, domain_name)
+    host.virsh("autostart", domain_name)
+    try:
+        for service in ("libvirtd.service", "accelvisor.service"):
+            host.run(["systemctl", "stop", service])
+        host.run(["rm", "-f", "/run/libvirt/qemu/autostarted"])  # as if libvirt never ran
+        host.run(["systemctl", "start", "libvirtd.service", "accelvisor.service"], timeout=60)
+        host.wait(lambda: state(host, function) == "running", deadline_s=30, what="the VM with it")
+        assert "running" in host.virsh("domstate", domain_name).stdout
+    finally:
+        host.virsh("destroy", domain_name, check=False)
+        host.virsh("undefine", domain_name, check=False)
