@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import shutil
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from accelvisor.errors import DeadlineError, SystemFailure
 from accelvisor.lab import network, state
-from accelvisor.lab.process import ProcessId, die_with_parent, run, wait_until
+from accelvisor.lab.process import ProcessId, die_with_parent, readable, run, wait_until
 
 # Where a host finds the guest images: a read-only view of a directory of the laboratory.
 GUEST_IMAGES = "/var/lib/accelvisor-lab"
@@ -156,10 +155,10 @@ def _wait_ready(
     try:
         while True:
             left = max(0.0, end - time.monotonic())
-            readable = select.select([ready.fileno(), ended], [], [], left)[0]
-            if not readable:
+            told = readable([ready.fileno(), ended], left)
+            if not told:
                 raise DeadlineError(f"{place.hostname} did not boot in {_BOOT_S:g} s", where="lab")
-            if ready.fileno() not in readable:
+            if ready.fileno() not in told:
                 said = place.console.read_text(encoding="utf-8", errors="replace").strip()
                 raise SystemFailure(
                     f"{place.hostname} ended while booting: {said[-800:] or 'it said nothing'}",

@@ -66,11 +66,22 @@ class ProcessId:
                     return True
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(handle, number)
-                if select.select([handle], [], [], deadline_s / len(signals))[0]:
+                if readable([handle], deadline_s / len(signals)):
                     return True
             finally:
                 os.close(handle)
         return not self.alive()
+
+
+def readable(descriptors: Sequence[int], timeout_s: float | None = None) -> list[int]:
+    """Those that can be read, a pidfd when its process has ended; none of them after the timeout.
+
+    Not select(2), which knows no descriptor above 1023: whoever uses the laboratory may have many.
+    """
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return [ready for ready, _ in poller.poll(None if timeout_s is None else timeout_s * 1000)]
 
 
 def die_with_parent(argv: Sequence[str]) -> list[str]:

@@ -8,14 +8,13 @@ and takes away what is left then, which is nothing when the owner did it.
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from accelvisor.errors import AccelvisorError
 from accelvisor.lab import cache, state, takedown, tree
-from accelvisor.lab.process import ProcessId, wait_until
+from accelvisor.lab.process import ProcessId, readable, wait_until
 
 # A host's processes need a moment to die, and whoever changes the laboratory holds its lock.
 _DEADLINE_S = 120.0
@@ -69,7 +68,7 @@ def _wait(owner: ProcessId) -> None:
     try:
         # Only now is it sure that the descriptor is the owner's, not that of who came after it.
         if owner.alive():
-            select.select([handle], [], [])
+            readable([handle])
     finally:
         os.close(handle)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -168,6 +169,16 @@ def test_a_pid_that_was_reused_is_another_process() -> None:
         assert identity.end(deadline_s=5)
     assert not identity.alive()
     assert ProcessId.of(child.pid) is None
+
+
+def test_a_process_is_ended_by_whoever_has_a_thousand_descriptors_open() -> None:
+    with contextlib.ExitStack() as stack, subprocess.Popen(["sleep", "60"]) as child:
+        while (fd := os.open("/dev/null", os.O_RDONLY)) < 1024:
+            stack.callback(os.close, fd)
+        stack.callback(os.close, fd)
+        identity = ProcessId.of(child.pid)
+        assert identity is not None
+        assert identity.end(deadline_s=60)
 
 
 def test_commands_past_their_timeout_go_with_their_children() -> None:
