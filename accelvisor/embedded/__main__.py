@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import os
 import sys
 import threading
@@ -95,7 +94,7 @@ def _classify(fn: Function, path: Path) -> bool:
         "bits",
         report.verdict(same, f"the device's outputs equal the host's reference, {digest}"),
     )
-    register, command = (f.value for f in itertools.islice(bench.run(fn, quick=True), 2))
+    register, command = (figure.value for figure in bench.run(fn, ["latency"], quick=True))
     _say(
         "latency",
         f"{command:.0f} µs a command (a register read, which would exit the VM: {register:.0f} µs);"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelvisor.abi import commands
 from accelvisor.abi.registers import Reg
-from accelvisor.errors import AccelvisorError
+from accelvisor.errors import AccelvisorError, UsageError
 
 if TYPE_CHECKING:
     from accelvisor.guest.function import Function
@@ -39,18 +39,27 @@ class Figure:
         return asdict(self)
 
 
-def run(function: Function, *, quick: bool = False) -> Iterator[Figure]:
-    """All figures, each as it is measured.
+def run(
+    function: Function, groups: Sequence[str] = (), *, quick: bool = False
+) -> Iterator[Figure]:
+    """The figures of some groups (all without any), each as it is measured.
 
     Args:
+        groups: of :data:`GROUPS`.
         quick: a fifth of the time; wider spread.
+
+    Raises:
+        UsageError: there is no such group.
     """
+    for name in groups:
+        if name not in GROUPS:
+            raise UsageError(
+                f"there is no group {name!r}", where="bench", hint=f"groups: {', '.join(GROUPS)}"
+            )
     budget = 0.2 if quick else 1.0
-    yield _register(function, budget)
-    yield _round_trip(function, budget)
-    yield _rate(function, budget)
-    yield from _bandwidth(function, budget)
-    yield from _matmul(function, budget)
+    for name, measure in GROUPS.items():
+        if not groups or name in groups:
+            yield from measure(function, budget)
 
 
 def sample(
@@ -81,6 +90,11 @@ def _figure(
     return Figure(name, middle, unit, min(low, high), max(low, high), against)
 
 
+def _latency(fn: Function, budget: float) -> Iterator[Figure]:
+    yield _register(fn, budget)
+    yield _round_trip(fn, budget)
+
+
 def _register(fn: Function, budget: float) -> Figure:
     seconds = sample(lambda: fn.transport.read32(Reg.SCRATCH), budget)
     return _figure("register read", seconds, "us", lambda s: s * 1e6)
@@ -92,7 +106,7 @@ def _round_trip(fn: Function, budget: float) -> Figure:
     return _figure("command round trip", seconds, "us", lambda s: s * 1e6)
 
 
-def _rate(fn: Function, budget: float) -> Figure:
+def _rate(fn: Function, budget: float) -> Iterator[Figure]:
     queue, depth, count = fn.queue, 32, 2000
     half = depth // 2
 
@@ -108,7 +122,7 @@ def _rate(fn: Function, budget: float) -> Figure:
             wait(cookie)
 
     seconds = sample(burst, budget, least=3)
-    return _figure(f"no-op commands, {depth} in flight", seconds, "/s", lambda s: count / s)
+    yield _figure(f"no-op commands, {depth} in flight", seconds, "/s", lambda s: count / s)
 
 
 def _bandwidth(fn: Function, budget: float) -> Iterator[Figure]:
@@ -167,3 +181,12 @@ def _matmul(fn: Function, budget: float) -> Iterator[Figure]:
         yield _figure(f"matmul {n} x {n} float32", seconds, "GFLOP/s", speed, against)
         result.close()
         p.close()
+
+
+#: Name of a group of figures -> what measures them.
+GROUPS: dict[str, Callable[[Function, float], Iterator[Figure]]] = {
+    "latency": _latency,
+    "rate": _rate,
+    "bandwidth": _bandwidth,
+    "matmul": _matmul,
+}

@@ -78,6 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("selftest", _selftest, "Try every path to a function and every instruction.")
     bench = add("bench", _bench, "Measure latency, bandwidth and speed as this VM sees them.")
+    bench.add_argument(
+        "group", nargs="*", metavar="GROUP", help="latency, rate, bandwidth, matmul (default: all)"
+    )
     bench.add_argument("--quick", action="store_true", help="a fifth of the time, wider spread")
 
     run = add("run", _run, "Classify a network file's test set on the function.")
@@ -209,7 +212,7 @@ def _bench(options: argparse.Namespace) -> int:
 
     figures = []
     with _open(options) as fn:
-        for figure in bench.run(fn, quick=options.quick):
+        for figure in bench.run(fn, options.group, quick=options.quick):
             figures.append(figure)
             if not options.json:
                 spread = f"{figure.low:,.4g} to {figure.high:,.4g}"

@@ -111,6 +111,21 @@ def test_bench_prints_each_figure_with_its_spread(
     assert any("GFLOP/s" in line and "numpy here" in line for line in lines)
 
 
+def test_bench_measures_only_the_groups_that_are_asked_for(
+    vm: FakeDevice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "latency", "--quick", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    assert [f["name"] for f in figures] == ["register read", "command round trip"]
+
+
+def test_an_unknown_group_of_figures_is_refused(
+    vm: FakeDevice, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "speed"]) == 2
+    assert "groups: latency" in capsys.readouterr().err
+
+
 def test_run_classifies_and_shows_pictures(
     vm: FakeDevice, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
