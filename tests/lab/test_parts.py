@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -172,7 +173,10 @@ def test_a_pid_that_was_reused_is_another_process() -> None:
 
 
 def test_a_process_is_ended_by_whoever_has_a_thousand_descriptors_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.ExitStack() as stack, subprocess.Popen(["sleep", "60"]) as child:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
         while (fd := os.open("/dev/null", os.O_RDONLY)) < 1024:
             stack.callback(os.close, fd)
         stack.callback(os.close, fd)
