@@ -340,7 +340,7 @@ class Holder:
             # What is queued is still read. A worker that has not said who it is cannot say so any
             # more, and ends by itself before it touches the connection.
             link.shutdown(socket.SHUT_RDWR)
-            pid = 0
+            pid = self._pid
             while self._worker is link:
                 self._from_worker()
                 pid = self._pid or pid

@@ -280,3 +280,4 @@ def test_a_request_in_flight_is_answered_by_the_holder(fresh: Process, tenant: G
     fresh.holder("give-up")
     thread.join(DEADLINE_S)
     assert got == [0xFFFF_FFFF]
+    wait_for(lambda: _is_gone(pid), "the worker to end: two may not use one connection")
