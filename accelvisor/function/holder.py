@@ -444,6 +444,8 @@ def _end_of(pid: int) -> None:
         return
     try:
         signal.pidfd_send_signal(process, signal.SIGKILL)
-        select.select((process,), (), (), _END_S)
+        ended = select.poll()
+        ended.register(process, select.POLLIN)
+        ended.poll(_END_S * 1000)
     finally:
         os.close(process)
