@@ -7,6 +7,7 @@ what the worker is at stands in the receive record.
 
 from __future__ import annotations
 
+import select
 import socket
 from typing import NamedTuple
 
@@ -57,7 +58,7 @@ class Watchdog:
             now: seconds, monotonic.
         """
         u64 = self._state.u64
-        if u64[s.TX_AT // 8]:
+        if u64[s.TX_AT // 8] and not _has_room(connection):
             self._seen = None  # it waits for the client to take what it is sent
             return False
         command = in_hand(self._state)
@@ -80,3 +81,12 @@ class Watchdog:
         else:
             allowed = _SLOW_S if command in _SLOW else _QUICK_S
         return now - self._since > allowed
+
+
+def _has_room(connection: socket.socket) -> bool:
+    """Whether the client takes what it is sent. Asked, since a worker may also hang, or have been
+    stopped, between the last byte of a reply and the record of it.
+    """
+    poll = select.poll()
+    poll.register(connection, select.POLLOUT)
+    return bool(poll.poll(0))

@@ -146,7 +146,15 @@ def test_a_client_that_waits_is_nobodys_fault(dog: Dog) -> None:
     assert dog.bites() is None
     dog.take(READ)
     dog.state.u64[s.TX_AT // 8] = 100  # it does not take what it is sent
+    dog.connection.setblocking(False)
+    until_it_would_block(lambda: dog.connection.send(bytes(4096)))
     assert dog.bites() is None
+
+
+def test_a_worker_that_stops_after_the_last_byte_of_a_reply_is_noticed(dog: Dog) -> None:
+    dog.take(READ)
+    dog.state.u64[s.TX_AT // 8] = 100
+    assert dog.bites() is not None
 
 
 def test_progress_is_seen(dog: Dog) -> None:
