@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2 if isinstance(error, CallerError) else 3
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        # Who reads has had enough (`| head`). Nothing may be flushed into the pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
