@@ -23,6 +23,7 @@ from accelvisor.abi import programs
 from accelvisor.abi.dtypes import DType, by_label
 from accelvisor.abi.programs import Operation, Role, Slot
 from accelvisor.errors import ConflictError, ProgramError, UsageError
+from accelvisor.guest.arithmetic import Arithmetic
 from accelvisor.guest.instructions import Instruction
 from accelvisor.guest.launch import Bound
 from accelvisor.guest.tensor import ShapeLike, Tensor, as_shape, device_dtype
@@ -31,7 +32,7 @@ from accelvisor.limits import LIMITS
 if TYPE_CHECKING:
     from accelvisor.guest.function import Function
 
-class Value:
+class Value(Arithmetic["Value"]):
     """A tensor of a program that is being built. Arithmetic operators build instructions."""
 
     __slots__ = ("dtype", "name", "program", "role", "shape", "slot")
@@ -62,30 +63,6 @@ class Value:
         result = self.program.call(name, *pair)
         assert isinstance(result, Value)  # arithmetic instructions have one output
         return result
-
-    def __add__(self, other: Any) -> Value:
-        return self._op("add", other)
-
-    def __radd__(self, other: Any) -> Value:
-        return self._op("add", other, swapped=True)
-
-    def __sub__(self, other: Any) -> Value:
-        return self._op("sub", other)
-
-    def __rsub__(self, other: Any) -> Value:
-        return self._op("sub", other, swapped=True)
-
-    def __mul__(self, other: Any) -> Value:
-        return self._op("mul", other)
-
-    def __rmul__(self, other: Any) -> Value:
-        return self._op("mul", other, swapped=True)
-
-    def __truediv__(self, other: Any) -> Value:
-        return self._op("div", other)
-
-    def __matmul__(self, other: Value) -> Value:
-        return self._op("matmul", other)
 
 
 class Call:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from accelvisor.abi import commands
 from accelvisor.abi.dtypes import DType, by_label
 from accelvisor.errors import AccelvisorError, UsageError
+from accelvisor.guest.arithmetic import Arithmetic
 from accelvisor.guest.staging import SharedBuffer
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def as_shape(shape: ShapeLike) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
 
 
-class Tensor:
+class Tensor(Arithmetic["Tensor"]):
     """An array in device memory: C order, contiguous.
 
     ``t[3]``, ``t[2:5]`` and ``t.reshape(...)`` are views of the same memory, without a copy. Freed
@@ -258,30 +259,6 @@ class Tensor:
         result = self.function.ops.call(name, *pair)
         assert isinstance(result, Tensor)  # arithmetic instructions have one output
         return result
-
-    def __add__(self, other: Any) -> Tensor:
-        return self._op("add", other)
-
-    def __radd__(self, other: Any) -> Tensor:
-        return self._op("add", other, swapped=True)
-
-    def __sub__(self, other: Any) -> Tensor:
-        return self._op("sub", other)
-
-    def __rsub__(self, other: Any) -> Tensor:
-        return self._op("sub", other, swapped=True)
-
-    def __mul__(self, other: Any) -> Tensor:
-        return self._op("mul", other)
-
-    def __rmul__(self, other: Any) -> Tensor:
-        return self._op("mul", other, swapped=True)
-
-    def __truediv__(self, other: Any) -> Tensor:
-        return self._op("div", other)
-
-    def __matmul__(self, other: Tensor) -> Tensor:
-        return self._op("matmul", other)
 
 
 class PinnedArray:
