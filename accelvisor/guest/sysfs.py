@@ -37,6 +37,7 @@ from accelvisor.errors import (
     UsageError,
 )
 from accelvisor.guest.errors import DeviceInTransition
+from accelvisor.guest.mapped import MappedRegisters
 from accelvisor.guest.transport import DmaBuffer
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ _NAP_S = 0.001
 _DISMISS_S = 2.0
 
 
-class SysfsTransport:
+class SysfsTransport(MappedRegisters):
     """One function, mapped from sysfs. Several processes may hold the same function.
 
     Args:
@@ -100,27 +101,9 @@ class SysfsTransport:
                 code="not-a-function",
                 where=f"sysfs:{bdf}",
             )
-        # A 32-bit element of a view is one 32-bit load or store, which a trapped register needs;
-        # slices of a mmap go byte by byte.
         self._registers = registers.cast("I")
         self._views.insert(0, self._registers)
         self.window = window
-
-    def read32(self, offset: int) -> int:
-        """One 32-bit load from BAR0."""
-        return self._registers[offset >> 2]
-
-    def write32(self, offset: int, value: int) -> None:
-        """One 32-bit store to BAR0."""
-        self._registers[offset >> 2] = value
-
-    def read64(self, offset: int) -> int:
-        """Two loads, repeated when the upper half changed between."""
-        while True:
-            high = self.read32(offset + 4)
-            low = self.read32(offset)
-            if self.read32(offset + 4) == high:
-                return high << 32 | low
 
     def claimed(self, queue: int, lock: int) -> None:
         """Say which queue will use DMA memory, and the descriptor that holds its lock."""

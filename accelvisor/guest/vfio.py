@@ -28,6 +28,7 @@ from accelvisor.errors import (
     SystemFailure,
     UnavailableError,
 )
+from accelvisor.guest.mapped import MappedRegisters
 from accelvisor.guest.staging import Spans
 from accelvisor.guest.sysfs import COMMAND, DEVICES, MEMORY_AND_MASTER, await_config
 
@@ -113,7 +114,7 @@ class VfioBuffer:
             pass  # somebody's array still looks at it
 
 
-class VfioTransport:
+class VfioTransport(MappedRegisters):
     """One function, owned through its IOMMU group.
 
     Args:
@@ -159,22 +160,6 @@ class VfioTransport:
         except AccelvisorError:
             self.close()
             raise
-
-    def read32(self, offset: int) -> int:
-        """One 32-bit load from BAR0."""
-        return self._registers[offset >> 2]
-
-    def write32(self, offset: int, value: int) -> None:
-        """One 32-bit store to BAR0."""
-        self._registers[offset >> 2] = value
-
-    def read64(self, offset: int) -> int:
-        """Two loads, repeated when the upper half changed between."""
-        while True:
-            high = self.read32(offset + 4)
-            low = self.read32(offset)
-            if self.read32(offset + 4) == high:
-                return high << 32 | low
 
     def allocate_dma(self, nbytes: int) -> VfioBuffer:
         """Memory in the function's IOMMU domain."""
