@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from accelvisor.errors import NotFoundError
-from accelvisor.lab import DomainSpec, Guest, LabHost, Laboratory, requirements, state
+from accelvisor.lab import DomainSpec, Guest, LabHost, Laboratory, state
 from accelvisor.lab.progress import Progress
+from tests.laboratory import require_laboratory
 
 # Building both images from nothing falls into the first test that asks for the laboratory.
 _TIMEOUT_S = 900
@@ -38,12 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def laboratory_possible() -> None:
     """Fails where a laboratory is required (CI, make), skips elsewhere, when there can be none."""
-    missing = "; ".join(f"{item.what} ({item.remedy})" for item in requirements.missing())
-    if not missing:
-        return
-    if os.environ.get("CI") == "true" or os.environ.get("ACCELVISOR_LAB_REQUIRED"):
-        pytest.fail(f"this machine cannot run a laboratory: {missing}", pytrace=False)
-    pytest.skip(f"this machine cannot run a laboratory: {missing}")
+    require_laboratory()
 
 
 @pytest.fixture(scope="session")

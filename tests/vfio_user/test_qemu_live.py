@@ -6,7 +6,6 @@ Fails when a newer QEMU speaks otherwise: then record the transcripts again and 
 
 from __future__ import annotations
 
-import os
 import shlex
 import shutil
 import subprocess
@@ -20,6 +19,7 @@ from accelvisor.vfio_user.protocol import Command
 from accelvisor.vfio_user.session import ServerSession
 from accelvisor.vfio_user.transcript import Record, Said, commands, read, replay
 from accelvisor.vfio_user.wire import Message
+from tests.laboratory import require_laboratory
 
 from .sample import SampleDevice
 
@@ -41,15 +41,11 @@ exec "$@"
 
 def images() -> tuple[Path, Path]:
     """The laboratory's host image and its guest images."""
-    from accelvisor.lab import guestimage, requirements
+    from accelvisor.lab import guestimage
     from accelvisor.lab import images as host_images
     from accelvisor.lab.progress import Progress
 
-    missing = "; ".join(f"{item.what} ({item.remedy})" for item in requirements.missing())
-    if missing and (os.environ.get("CI") == "true" or os.environ.get("ACCELVISOR_LAB_REQUIRED")):
-        pytest.fail(f"this machine cannot run a laboratory: {missing}", pytrace=False)
-    if missing:
-        pytest.skip(f"this machine cannot run a laboratory: {missing}")
+    require_laboratory()
     progress = Progress()
     return host_images.host(progress), guestimage.guest(progress)
 
