@@ -92,7 +92,11 @@ def compare(
     goal: Goal | None = None,
     note: str = "",
 ) -> Record:
-    """A record of ``sample`` beside its peer; both in the same unit."""
+    """A record of ``sample`` beside its peer; both in the same unit.
+
+    Where each was measured in turn with the other, the ratio is the median of the pairs' ratios: a
+    machine that others make slower for a while then slows both sides of a pair.
+    """
     peer = against[1].median if against else None
     return Record(
         group=group,
@@ -103,9 +107,17 @@ def compare(
         spread=sample.spread,
         against=against[0] if against else None,
         against_value=peer,
-        ratio=sample.median / peer if peer else None,
+        ratio=_ratio(sample, against[1]) if against and peer else None,
         goal=goal,
         note=note,
+    )
+
+
+def _ratio(sample: Sample, peer: Sample) -> float:
+    if len(sample.values) != len(peer.values):
+        return sample.median / peer.median
+    return statistics.median(
+        mine / other for mine, other in zip(sample.values, peer.values, strict=True)
     )
 
 

@@ -15,19 +15,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from accelvisor.abi.registers import QueueControl, QueueStatus
 from accelvisor.errors import DeadlineError
 from accelvisor.function import state as s
 from accelvisor.function.frontend import Frontend, Lane
-from accelvisor.function.pool import lower_priority
+from accelvisor.function.placement import lower_priority
 from accelvisor.function.state import State
 
 log = logging.getLogger(__name__)
 
 #: How long one queue may compute while others wait.
 QUANTUM_S = 0.010
+#: How often a command whose quantum is over looks for others: to stop for nobody leaves cores idle.
+_RIVALS_S = 0.001
 #: Spinning costs a core that the guest may need, so it stays short and must pay.
 _SPIN_MIN_S = 10e-6
 _SPIN_MAX_S = 200e-6
@@ -54,6 +56,8 @@ class Engine:
         self._frontend: Frontend | None = None
         self._attend = True
         self._deadline = 0.0
+        #: who may want the rest of a quantum; None when somebody always does
+        self._rivals: Sequence[Lane] | None = None
         self._stopping = False
         self._event = threading.Event()
         self._fence = threading.Lock()
@@ -75,11 +79,22 @@ class Engine:
         self._wake()
         self._thread.join()
 
-    # --- asked by the engine's own thread ---------------------------------------------------------
+    # --- asked by the engine's own thread and its cores -------------------------------------------
 
     def attention(self) -> bool:
         """Whether the command in progress should pause at this boundary."""
-        return self._attend or self._clock() > self._deadline
+        if self._attend:
+            return True
+        now = self._clock()
+        return now > self._deadline and self._contended(now)
+
+    def _contended(self, now: float) -> bool:
+        """Whether another queue has something to do; if not, the quantum is prolonged."""
+        rivals, frontend = self._rivals, self._frontend
+        if rivals is None or frontend is None or any(map(frontend.pending, rivals)):
+            return True
+        self._deadline = now + _RIVALS_S
+        return False
 
     # --- asked by other threads -------------------------------------------------------------------
 
@@ -222,7 +237,7 @@ class Engine:
         """A quantum for each queue that is being disabled. False when all of them wait."""
         progress = False
         for lane in list(closing):
-            self._deadline = self._clock() + QUANTUM_S
+            self._deadline, self._rivals = self._clock() + QUANTUM_S, None
             step = frontend.close(lane)
             if step:
                 with self._flags:  # an ENABLE that follows at once is not overlooked
@@ -237,10 +252,11 @@ class Engine:
         u32 = self._u32
         closing = self._closing(frontend)
         lanes = [lane for lane in frontend.lanes if u32[lane.record] and lane not in closing]
+        turns = [(lane, [other for other in lanes if other is not lane]) for lane in lanes]
         while not self._attend:
             progress = self._close(frontend, closing) if closing else False
-            for lane in lanes:
-                self._deadline = clock() + QUANTUM_S
+            for lane, rivals in turns:
+                self._deadline, self._rivals = clock() + QUANTUM_S, None if closing else rivals
                 while frontend.serve(lane):
                     progress = True
                     if self._attend or clock() > self._deadline:

@@ -161,19 +161,17 @@ class Frontend:
         if room <= 0:
             return False
         slot = done % entries
-        count = min(waiting, room, entries - slot)
         at = lane.submission + slot * COMMAND_BYTES
-        if count == 1:
-            entry = bytes(self._window[at : at + COMMAND_BYTES])
-            if entry[0] not in _LIGHT or entry[1]:
-                self._begin(lane, entry)
-                return True
-            block = entry
-        else:
-            block = bytes(self._window[at : at + count * COMMAND_BYTES])
-        taken = self._light(lane, done, slot, block, count)
-        if not taken:
-            self._begin(lane, block[:COMMAND_BYTES])
+        entry = bytes(self._window[at : at + COMMAND_BYTES])
+        if entry[0] not in _LIGHT or entry[1]:
+            self._begin(lane, entry)
+            return True
+        count = min(waiting, room, entries - slot)
+        if count > 1:
+            # Only once out of memory that the guest writes: what is looked at is what is used.
+            entry = bytes(self._window[at : at + count * COMMAND_BYTES])
+        if not self._light(lane, done, slot, entry, count):
+            self._begin(lane, entry[:COMMAND_BYTES])
         return True
 
     def _light(self, lane: Lane, done: int, slot: int, block: bytes, count: int) -> int:

@@ -28,7 +28,8 @@ from accelvisor.function import state as s
 from accelvisor.function.cache import Cache
 from accelvisor.function.objects import TENSOR, Memory, Object, Objects, Refused
 from accelvisor.function.pauses import Pauses
-from accelvisor.function.pool import Pool, lower_priority
+from accelvisor.function.placement import lower_priority
+from accelvisor.function.pool import Pool
 from accelvisor.function.state import State
 from accelvisor.kernels import programs as kernels
 from accelvisor.limits import MIB

@@ -7,67 +7,12 @@ interpreter's lock, so cores are real; results do not depend on how many there a
 
 from __future__ import annotations
 
-import ctypes
-import os
-import struct
 import threading
 from collections.abc import Callable
 
+from accelvisor.function.placement import Placement, lower_priority
 from accelvisor.kernels.declare import Arrays
 from accelvisor.kernels.programs import PlannedOperation
-
-_sched_getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)
-#: So far below the threads that answer register accesses.
-_NICE = 7
-
-
-def lower_priority() -> None:
-    """Let this thread yield to the ones that answer the guest. Best effort."""
-    thread = threading.get_native_id()
-    try:
-        # From where the process was put: what its unit or its user chose still counts.
-        usual = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(usual + _NICE, 19))
-    except OSError:
-        pass
-
-
-def answer_promptly(slice_ns: int = 100_000) -> None:
-    """Ask the scheduler for short turns of this thread, so that it interrupts computing when it
-    wakes (sched_setattr(2): sched_runtime, Linux 6.12). Best effort.
-
-    Args:
-        slice_ns: the turn's length in nanoseconds, at least 100 us.
-    """
-    number = {"x86_64": 314, "aarch64": 274}.get(os.uname().machine)
-    if number is None:
-        return
-    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    # size, policy (normal), flags, nice, priority, runtime, deadline, period
-    attributes = struct.pack("<IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, slice_ns, 0, 0)
-    ctypes.CDLL(None).syscall(number, 0, attributes, 0)
-
-
-def current_cpu() -> int:
-    """The processor that this thread runs on; -1 where the C library cannot tell."""
-    return int(_sched_getcpu()) if _sched_getcpu is not None else -1
-
-
-def step_aside(cpu: int) -> None:
-    """Leave processor ``cpu`` if this thread is on it and may run elsewhere.
-
-    A thread is woken where its waker runs. For work of milliseconds that halves two cores for as
-    long as the kernel's balancer takes to notice. What the thread may run on stays as it was.
-    """
-    if cpu < 0 or current_cpu() != cpu:
-        return
-    try:
-        allowed = os.sched_getaffinity(0)
-        if allowed - {cpu}:
-            os.sched_setaffinity(0, allowed - {cpu})
-            os.sched_setaffinity(0, allowed)
-    except OSError:
-        pass  # a sandbox may forbid it; it is only speed
 
 
 class Pool:
@@ -79,12 +24,14 @@ class Pool:
         self._idle = threading.Condition(self._lock)
         self._job: _Job | None = None
         self._stopping = False
+        self._placement = Placement()
         self._threads = [
             threading.Thread(target=self._helper, name=f"core-{i}", daemon=True)
             for i in range(1, cores)
         ]
         for thread in self._threads:
             thread.start()
+        self._helpers = [thread.native_id or 0 for thread in self._threads]
 
     @property
     def cores(self) -> int:
@@ -105,12 +52,14 @@ class Pool:
         tile is running any more. Raises what a tile raised.
         """
         job = _Job(operation, arrays, first, progress, stop)
+        self._placement.spread(self._helpers)
         with self._lock:
             self._job = job
             self._work.notify_all()
         try:
             self._drain(job)
         finally:
+            self._placement.gather()
             with self._lock:
                 self._job = None
                 while job.running:
@@ -137,7 +86,6 @@ class Pool:
                     return
                 job = self._job
             if job is not None:
-                step_aside(job.cpu)
                 self._drain(job)
 
     def _drain(self, job: _Job) -> None:
@@ -178,7 +126,6 @@ class _Job:
         self.arrays = arrays
         self.progress = progress
         self.stop = stop
-        self.cpu = current_cpu()  # the caller's, which runs tiles too
         self.low = first
         self.running = 0
         self.error: BaseException | None = None

@@ -26,7 +26,7 @@ from accelvisor.function.channel import CONNECT, GONE, HERE, MESSAGE_BYTES, READ
 from accelvisor.function.control import Control
 from accelvisor.function.descriptors import Descriptors, teller
 from accelvisor.function.device import Device
-from accelvisor.function.pool import answer_promptly
+from accelvisor.function.placement import answer_promptly
 from accelvisor.function.sandbox import enter
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import State
@@ -65,6 +65,8 @@ class Worker:
 
     def __init__(self, spec: Spec, inherited: Inherited) -> None:
         self._given = inherited
+        # First: a thread keeps the capabilities that it was started with.
+        self._sandbox = enter()
         self._state = State(inherited.state)
         self._state.u64[s.W_STARTS] += 1
         self._tell = teller(inherited.channel)
@@ -86,12 +88,11 @@ class Worker:
         answer_promptly()
         channel = self._given.channel
         self._poll.register(channel, select.POLLIN)
-        sandbox = enter()
         # Until _attach has found out what the client is still owed, no command may go on: it
         # could need DMA by messages.
         self._state.u32[s.R_FREEZE] |= s.FREEZE_DETACHED
         self._device.start()
-        Control(self._device, self._given.control, sandbox).start()
+        Control(self._device, self._given.control, self._sandbox).start()
         self._tell(pack(READY), ())
         if self._given.connection is not None:
             self._attach(self._given.connection, self._given.number)
@@ -137,9 +138,7 @@ class Worker:
         """Serve a connection: a new one from the start, a predecessor's from where that was."""
         u32 = self._state.u32
         held = self._descriptors
-        wire = Wire(
-            self._state, connection, self._given.pipe, held.keep, held.fds.__getitem__
-        )
+        wire = Wire(self._state, connection, self._given.pipe, held.keep, held.fds.__getitem__)
         self._connection, self._number, self._wire = connection, number, wire
         self._greet_until = time.monotonic() + LIMITS.vfio_reply_s
         self._poll.register(connection, select.POLLIN)
@@ -275,4 +274,3 @@ def main(spec: Spec, inherited: Inherited) -> None:
 
 
 _REQUESTS = s.K["requests"]
-

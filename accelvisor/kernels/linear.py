@@ -27,9 +27,10 @@ from accelvisor.kernels.declare import (
     write,
 )
 
-TILE_MACS = 1 << 28
+TILE_MACS = 1 << 28  # the most
+WANTED_MACS = 1 << 26  # under a millisecond, but no block narrower than a panel for it
 TILE_ELEMENTS = 1 << 23  # of each operand: thin products are bound by memory
-PANEL_ROWS = 256
+PANEL = 256
 # One output element is the smallest tile: this bounds its inner dimension to a few milliseconds.
 _INNER = "k <= 2097152"
 
@@ -40,10 +41,10 @@ def _cut(m: int, n: int, k: int) -> tuple[int, int]:
     allow.
     """
     k = max(1, k)
-    rows = max(PANEL_ROWS, TILE_MACS // 4 // (k * max(1, n)))
+    rows = max(PANEL, WANTED_MACS // (k * max(1, n)))
     rows = max(1, min(m, rows, TILE_ELEMENTS // k))
-    columns = min(n, TILE_MACS // (k * rows), TILE_ELEMENTS // max(k, rows))
-    return rows, max(1, columns)
+    columns = min(max(PANEL, WANTED_MACS // (k * rows)), TILE_MACS // (k * rows))
+    return rows, max(1, min(n, columns, TILE_ELEMENTS // max(k, rows)))
 
 
 def _tiling(shapes: Shapes, inner: int) -> Tiling:

@@ -14,7 +14,9 @@ from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot
 from accelvisor.abi.registers import NEED_WAKEUP, QueueReg, QueueStatus, Reg
 from accelvisor.errors import DeadlineError
+from accelvisor.function import engine
 from accelvisor.function import state as s
+from accelvisor.function.engine import Engine
 from accelvisor.kernels.programs import PlannedOperation
 from tests.function.harness import Local, Ring, operation, wait_for
 
@@ -132,6 +134,31 @@ def test_two_long_programs_share_the_engine(local: Local) -> None:
     wait_for(lambda: max(turns(0) - a, turns(1) - b) > 1000, "a while to pass")
     first, second = turns(0) - a, turns(1) - b
     assert 0.3 < first / second < 3, (first, second)
+
+
+def test_nobody_interrupts_a_long_program_for_a_queue_that_is_empty(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopping at the end of a quantum leaves cores idle until the last tile has ended."""
+    asked: list[bool] = []
+    attention = Engine.attention
+
+    def watched(self: Engine) -> bool:
+        asked.append(attention(self))
+        return asked[-1]
+
+    monkeypatch.setattr(engine, "QUANTUM_S", 0.0)
+    monkeypatch.setattr(engine, "_RIVALS_S", 0.0)
+    local.device.commands._attention = lambda: watched(local.device.engine)
+    first, second = local.ring(0), local.ring(1)
+    second.open()
+    busy(first)
+    wait_for(lambda: len(asked) > 50, "the program to run")
+    asked.clear()
+    wait_for(lambda: len(asked) > 50, "the program to go on")
+    assert not any(asked)
+    second.run(abi.nop(1))
+    assert any(asked)
 
 
 def test_a_frozen_function_still_closes_queues_and_resets(local: Local) -> None:

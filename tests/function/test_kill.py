@@ -216,11 +216,14 @@ def test_a_worker_has_no_privilege_left(process: Process) -> None:
     sandbox = process.control("status")["sandbox"]
     assert all(sandbox.values())
     assert sandbox["concealed"]  # inherited from the holder, through the zygote
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-    assert fields["NoNewPrivs"] == "1"
-    for kind in ("CapEff", "CapPrm", "CapInh", "CapAmb"):
-        assert int(fields[kind], 16) == 0, kind
+    threads = list(Path(f"/proc/{pid}/task").iterdir())
+    assert len(threads) > 3  # each has capabilities of its own: engine, cores, control
+    for thread in threads:
+        lines = (thread / "status").read_text().splitlines()
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        assert fields["NoNewPrivs"] == "1", thread
+        for kind in ("CapEff", "CapPrm", "CapInh", "CapAmb"):
+            assert int(fields[kind], 16) == 0, (kind, thread)
     limits = Path(f"/proc/{pid}/limits").read_text()
     assert "Max open files            512" in limits
 

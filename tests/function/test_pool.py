@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from accelvisor.function.pool import Pool, answer_promptly, current_cpu, step_aside
+from accelvisor.function.pool import Pool
 
 
 class Tiles:
@@ -88,49 +87,3 @@ def test_a_tile_that_fails_is_reported_and_the_pool_goes_on(pool: Pool) -> None:
 
 def test_no_tiles_are_no_work(pool: Pool) -> None:
     assert run(pool, Tiles(0))[0] == 0
-
-
-def test_a_core_leaves_the_processor_of_its_waker_and_keeps_its_freedom() -> None:
-    allowed = os.sched_getaffinity(0)
-    other = [-1]
-
-    def move() -> None:
-        cpu = current_cpu()
-        step_aside(cpu)
-        other[0] = current_cpu() if os.sched_getaffinity(0) == allowed else -2
-
-    thread = threading.Thread(target=move)
-    thread.start()
-    thread.join()
-    assert other[0] in allowed
-
-
-def test_a_core_with_one_processor_stays_on_it() -> None:
-    seen: list[bool] = []
-
-    def stay() -> None:
-        only = {min(os.sched_getaffinity(0))}
-        os.sched_setaffinity(0, only)
-        step_aside(current_cpu())
-        seen.append(os.sched_getaffinity(0) == only)
-
-    thread = threading.Thread(target=stay)
-    thread.start()
-    thread.join()
-    assert seen == [True]
-
-
-def test_asking_for_short_turns_leaves_the_priority_alone() -> None:
-    seen: list[bool] = []
-
-    def ask() -> None:
-        thread = threading.get_native_id()
-        before = os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread)
-        answer_promptly()
-        after = os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread)
-        seen.append(before == after)
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
-    assert seen == [True]

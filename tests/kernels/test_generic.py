@@ -21,7 +21,7 @@ EVERY = pytest.mark.parametrize("instruction", INSTRUCTIONS.values(), ids=lambda
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut so finely that small shapes have many tiles."""
     monkeypatch.setattr(declare, "FLAT_STEP", 6)
-    monkeypatch.setattr(linear, "PANEL_ROWS", 2)
+    monkeypatch.setattr(linear, "PANEL", 2)
     monkeypatch.setattr(linear, "TILE_MACS", 24)
     monkeypatch.setattr(linear, "TILE_ELEMENTS", 30)
     monkeypatch.setattr(conv, "COLUMN_ELEMENTS", 48)

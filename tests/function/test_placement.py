@@ -1,0 +1,100 @@
+"""Where threads run: apart while they share an operation, anywhere afterwards."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from accelvisor.function.placement import Placement, answer_promptly, current_cpu, shares
+from accelvisor.function.pool import Pool
+from tests.function.test_pool import Tiles, run
+
+several = pytest.mark.skipif(
+    len(os.sched_getaffinity(0)) < 2, reason="one processor: there is nothing to choose"
+)
+
+
+@given(st.frozensets(st.integers(0, 40), min_size=1), st.data(), st.integers(1, 12))
+def test_shares_use_every_processor_once_while_there_are_enough(
+    allowed: frozenset[int], data: st.DataObject, others: int
+) -> None:
+    mine = data.draw(st.sampled_from(sorted(allowed)))
+    given_out = shares(allowed, mine, others)
+    if len(allowed) == 1:
+        assert given_out == []
+        return
+    assert len(given_out) == others
+    assert all(share and share <= allowed - {mine} for share in given_out)
+    if others < len(allowed):
+        assert sum(map(len, given_out)) == len(allowed) - 1
+        assert set().union(*given_out) == allowed - {mine}
+
+
+@several
+def test_cores_of_one_operation_run_on_different_processors_and_keep_their_freedom() -> None:
+    allowed = os.sched_getaffinity(0)
+    pool = Pool(2)
+    meeting = threading.Barrier(2, timeout=30)
+    where: list[int] = []
+
+    def body(tile: int) -> None:
+        meeting.wait()
+        where.append(current_cpu())
+        meeting.wait()
+
+    try:
+        for _ in range(50):
+            where.clear()
+            run(pool, Tiles(2, body))
+            assert len(set(where)) == 2
+            assert os.sched_getaffinity(0) == allowed
+    finally:
+        pool.close()
+
+
+def test_with_one_processor_nobody_is_moved() -> None:
+    seen: list[object] = []
+
+    def stay() -> None:
+        only = {min(os.sched_getaffinity(0))}
+        os.sched_setaffinity(0, only)
+        pool = Pool(3)
+        seen.append(run(pool, Tiles(20))[0])
+        seen.append(os.sched_getaffinity(0) == only)
+        pool.close()
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    thread.join()
+    assert seen == [20, True]
+
+
+def test_a_thread_that_has_ended_does_not_stop_the_operation() -> None:
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join()
+    allowed = os.sched_getaffinity(0)
+    placement = Placement()
+    placement.spread([thread.native_id or 0])
+    placement.gather()
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_asking_for_short_turns_leaves_the_priority_alone() -> None:
+    seen: list[bool] = []
+
+    def ask() -> None:
+        thread = threading.get_native_id()
+        before = os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread)
+        answer_promptly()
+        after = os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread)
+        seen.append(before == after)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    assert seen == [True]
