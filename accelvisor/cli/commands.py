@@ -128,7 +128,9 @@ def function_selftest(session: Session) -> int:
 def attach(session: Session) -> int:
     options = session.options
     if options.print:
-        reply = session.call("PrintAttachment", function=options.function)
+        reply = session.call(
+            "PrintAttachment", function=options.function, domain=options.domain
+        )
         session.show(reply, lambda: str(reply["xml"]).rstrip())
         return 0
     if options.domain is None:

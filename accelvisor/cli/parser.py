@@ -134,7 +134,7 @@ def _attachments(top: _Group) -> None:
         )
         if name == "attach":
             verb.add_argument(
-                "--print", action="store_true", help="change nothing, print the XML to paste"
+                "--print", action="store_true", help="change nothing, print the XML for that VM"
             )
         else:
             verb.add_argument(

@@ -98,6 +98,7 @@ def function(item: Mapping[str, Any]) -> str:
         ("memory", size(item["memory_bytes"])),
         ("window", f"{size(item['window_bytes'])}, {item['queues']} queues"),
         ("vm", item["domain"] or "-"),
+        ("vm socket", item["domain_socket"] or "-"),
         ("socket", item["socket"]),
         ("created", moment(item["created"])),
     ]

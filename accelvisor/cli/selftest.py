@@ -59,7 +59,7 @@ def connect(function: Mapping[str, Any]) -> Client:
             "no permission to open the function's socket",
             code="socket-permission",
             where=path,
-            hint="only QEMU's group and root may: use sudo",
+            hint="only functions and root may: use sudo",
         )
     try:
         return Client(path)

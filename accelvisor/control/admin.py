@@ -38,6 +38,7 @@ LEVELS: Mapping[str, Level] = {
     "ResetFunction": Level.OPERATE,
     "AttachFunction": Level.OPERATE,
     "DetachFunction": Level.OPERATE,
+    "AdmitDomain": Level.ADMIN,
     "PrintAttachment": Level.READ,
     "ListDomains": Level.READ,
     "GetDomain": Level.READ,

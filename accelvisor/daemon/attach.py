@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from accelvisor.daemon import function_link
+from accelvisor.daemon import admission, function_link
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.functions import Functions
 from accelvisor.daemon.lifecycle import Event, State, move
@@ -63,6 +63,8 @@ async def attach(
                     taken.with_state(intended), "function-attaching", words
                 )
             try:
+                await admission.admit(functions, functions.registry.find(uuid))
+                _require_socket(function, request)
                 return await links.call(lambda port: port.attach(request), patient=True)
             finally:
                 await _settle(functions, links, uuid, target.uuid)
@@ -172,7 +174,7 @@ def _require_free(function: Function, target: Domain, domains: Sequence[Domain])
 async def _require_fit(
     functions: Functions, function: Function, target: Domain, request: AttachRequest
 ) -> None:
-    """The process answers and serves, its socket is one, and nobody else is connected."""
+    """The process answers and serves, and nobody else is connected."""
     files = functions.world.paths.function(function.uuid)
     status = await function_link.call(files.holder_socket, "status")
     if status.get("gave_up"):
@@ -182,21 +184,25 @@ async def _require_fit(
             where=f"function:{function.name}",
             hint="accelctl function reset restarts it",
         )
+    if not request.live or function.uuid in target.live_functions:
+        return  # the second is the port's to refuse
+    if await _connected(functions, function.uuid):
+        raise _in_use(function, "a QEMU is connected to it", "detach it there, or stop that VM")
+
+
+def _require_socket(function: Function, request: AttachRequest) -> None:
+    """A link there would lead QEMU elsewhere."""
     try:
-        is_socket = stat.S_ISSOCK(os.lstat(files.vfio_socket).st_mode)
+        is_socket = stat.S_ISSOCK(os.lstat(request.socket).st_mode)
     except OSError:
         is_socket = False
     if not is_socket:
         raise SystemFailure(
             f'function "{function.name}" has no socket for QEMU',
             code="function-socket",
-            where=str(files.vfio_socket),
+            where=request.socket,
             hint="accelctl function reset; if it comes back, what runs in it is not to be trusted",
         )
-    if not request.live or function.uuid in target.live_functions:
-        return  # the second is the port's to refuse
-    if await _connected(functions, function.uuid):
-        raise _in_use(function, "a QEMU is connected to it", "detach it there, or stop that VM")
 
 
 async def _connected(functions: Functions, uuid: str) -> bool:
@@ -242,10 +248,13 @@ async def _settle(
         words = f"{function.name} {'runs in' if live else 'is attached to'} domain {found.name}"
         placed = replace(function, domain=found.name, domain_uuid=found.uuid).with_state(state)
         await functions.registry.commit(placed, f"function-{state}", words)
+        if placed.domain_uuid != function.domain_uuid:
+            await admission.follow(functions, placed)
     elif function.domain_uuid in (None, domain_uuid):
         words = f"{function.name} is free again (was with domain {function.domain})"
         placed = replace(function, domain=None, domain_uuid=None).with_state(State.READY)
         await functions.registry.commit(placed, "function-ready", words)
+        await admission.follow(functions, placed)
     else:
         functions.registry.touch(function)
 
@@ -277,7 +286,7 @@ def _request(
             where=f"domain:{target.name}",
             hint="leave out --live, or start it first",
         )
-    socket = str(functions.world.paths.function(function.uuid).vfio_socket)
+    socket = str(functions.world.paths.function(function.uuid).domain_socket(target.uuid))
     return AttachRequest(
         target.uuid, function.uuid, socket, bool(live), bool(persistent), function.window_bytes
     )

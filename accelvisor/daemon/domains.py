@@ -98,6 +98,7 @@ class DomainsLink(Generic[S]):
         self._subscription: asyncio.Future[Subscription] | None = None
         self._task: asyncio.Task[None] | None = None
         self._looking = asyncio.Lock()
+        self._later: set[asyncio.Task[None]] = set()
         self._version: str | None = None
 
     def start(self) -> None:
@@ -126,10 +127,11 @@ class DomainsLink(Generic[S]):
 
     async def stop(self) -> None:
         """End the subscription and the threads; idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        tasks = [*self._later, *([] if self._task is None else [self._task])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._task = None
         loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):  # a libvirt that hangs does not keep us
             async with asyncio.timeout(STOP_S):
@@ -185,6 +187,18 @@ class DomainsLink(Generic[S]):
                 LOG.warning("cannot list domains: %s", error.message)
                 return
             await self._on_look(before, domains)
+
+    def look_later(self, *seconds: float) -> None:
+        """Look again after each of these times, for what libvirt tells no event of."""
+
+        async def one(pause: float) -> None:
+            await asyncio.sleep(pause)
+            await self._guarded(self.look())
+
+        for pause in seconds:
+            task = asyncio.get_running_loop().create_task(one(pause))
+            self._later.add(task)
+            task.add_done_callback(self._later.discard)
 
     async def _get(self) -> DomainsPort:
         async with self._loading:

@@ -20,7 +20,7 @@ from accelvisor.daemon import files, function_link, inventory
 from accelvisor.daemon.config import NAME, Config
 from accelvisor.daemon.inventory import Card, Profile
 from accelvisor.daemon.lifecycle import Event, State, move
-from accelvisor.daemon.paths import Paths
+from accelvisor.daemon.paths import Paths, peer
 from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.store import Function
 from accelvisor.daemon.supervisor import ProcessState, Supervisor
@@ -146,7 +146,8 @@ class Functions:
 
     async def start_process(self, function: Function) -> None:
         """Write its files, start its process, wait until it is ready. The caller holds the lock."""
-        self._write(function)
+        spec = self.specification(function)
+        files.write(self.world.paths.function(function.uuid), spec)
         self.world.fault("create:written")
         memory = function.memory_bytes + function.window_bytes
         await self.world.supervisor.start(function.uuid, memory)
@@ -286,10 +287,10 @@ class Functions:
         )
         return function
 
-    def _write(self, function: Function) -> None:
-        """The specification (docs/contracts.md, 2), and the function's directory."""
+    def specification(self, function: Function) -> dict[str, object]:
+        """What its process is told (docs/contracts.md, 2)."""
         paths = self.world.paths.function(function.uuid)
-        spec = {
+        return {
             "uuid": function.uuid,
             "profile": function.profile,
             "cores": function.cores,
@@ -302,8 +303,8 @@ class Functions:
             "holder_socket": str(paths.holder_socket),
             "control_socket": str(paths.control_socket),
             "socket_group": self.socket_group,
+            "peer": peer(function.domain_uuid) or "",
         }
-        files.write(paths, spec)
 
     def _profile(self, name: str) -> Profile:
         for profile in self.profiles:

@@ -28,9 +28,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelvisor.daemon import function_link, processes, reconcile
+from accelvisor.daemon import admission, function_link, processes, reconcile
 from accelvisor.daemon.functions import Functions
 from accelvisor.daemon.lifecycle import Event, State, move
+from accelvisor.daemon.paths import peer
 from accelvisor.daemon.reconcile import Action, Change, Repair, View
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError
@@ -193,7 +194,7 @@ class Keeper:
     async def _adopt(self, function: Function) -> None:
         files = self._functions.world.paths.function(function.uuid)
         try:
-            await function_link.wait_ready(files.holder_socket, deadline_s=ADOPT_S)
+            status = await function_link.wait_ready(files.holder_socket, deadline_s=ADOPT_S)
         except AccelvisorError as error:
             if function.state is State.RUNNING:
                 await self._mark_failed(function.uuid, error.message)
@@ -202,7 +203,10 @@ class Keeper:
             return
         self.watch(function.uuid)
         if function.state is State.FAILED:
-            await self._commit(function, Event.PROCESS_READY, "its process runs")
+            function = await self._commit(function, Event.PROCESS_READY, "its process runs")
+        # The daemon may have been killed between the row and what follows from it.
+        if status.get("peer") != (peer(function.domain_uuid) or ""):
+            await admission.follow(self._functions, function)
 
     async def _restart(self, function: Function, why: str) -> None:
         if function.state is State.RUNNING:  # of a boot before: no domain survived that
@@ -312,7 +316,9 @@ class Keeper:
             Event.TAKEN: f"is attached to domain {change.domain}",
             Event.RELEASED: f"is free again (was with domain {function.domain})",
         }
-        await self._commit(placed, change.event, words[change.event])
+        placed = await self._commit(placed, change.event, words[change.event])
+        if placed.domain_uuid != function.domain_uuid:
+            await admission.follow(self._functions, placed)
 
     def _start_revival(self, change: Change, planned: Function) -> list[asyncio.Task[None]]:
         """A task that gives a failed function a new process, unless one is at it or it pauses."""
@@ -359,10 +365,13 @@ class Keeper:
             previous.cancel()
         self._pauses[uuid] = loop.call_later(pause, over)
 
-    async def _commit(self, function: Function, event: Event, words: str) -> None:
+    async def _commit(self, function: Function, event: Event, words: str) -> Function:
+        """The row as it is now."""
         state = move(function.state, event, function.name)
         kind = "function-started" if event is Event.PROCESS_READY else f"function-{state}"
-        await self._registry.commit(function.with_state(state), kind, f"{function.name} {words}")
+        function = function.with_state(state)
+        await self._registry.commit(function, kind, f"{function.name} {words}")
+        return function
 
 
 async def _no_look() -> None:

@@ -49,6 +49,12 @@ class Paths:
         return FunctionPaths(self.functions / uuid, self.specs / f"{uuid}.json")
 
 
+def peer(domain_uuid: str | None) -> str | None:
+    """How a domain's QEMU is called among those that a function may let in: by the name that
+    libvirt gives its AppArmor profile, which the packaged rule compares."""
+    return None if domain_uuid is None else f"libvirt-{domain_uuid}"
+
+
 @dataclass(frozen=True, slots=True)
 class FunctionPaths:
     """Files of one function (docs/contracts.md, 2).
@@ -63,7 +69,12 @@ class FunctionPaths:
 
     @property
     def vfio_socket(self) -> Path:
+        """For those who run this host; no QEMU may open it."""
         return self.directory / "vfio.sock"
+
+    def domain_socket(self, domain_uuid: str) -> Path:
+        """For a domain's QEMU, and there while that domain has the function."""
+        return self.directory / f"{peer(domain_uuid)}"
 
     @property
     def holder_socket(self) -> Path:

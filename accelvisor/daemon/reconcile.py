@@ -122,9 +122,12 @@ def follow(functions: Sequence[Function], domains: Sequence[Domain]) -> View:
     live: defaultdict[str, list[Domain]] = defaultdict(list)
     stored: defaultdict[str, list[Domain]] = defaultdict(list)
     for domain in domains:
-        for uuid in dict.fromkeys(domain.live_functions if domain.state.active else ()):
-            live[uuid].append(domain)
-        for uuid in dict.fromkeys(domain.persistent_functions):
+        if domain.state.active:
+            for uuid in dict.fromkeys(domain.live_functions):
+                live[uuid].append(domain)
+        # One that is just being started does not run yet, and may have no stored definition.
+        starting = () if domain.state.active else domain.live_functions
+        for uuid in dict.fromkeys((*starting, *domain.persistent_functions)):
             stored[uuid].append(domain)
     unknown = {domain.uuid for domain in domains if not domain.functions_known}
     changes: list[Change] = []

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import uuid as uuids
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import accelvisor
 from accelvisor.abi import ABI_MAJOR, ABI_MINOR
-from accelvisor.daemon import attach, doctor, wire
+from accelvisor.daemon import admission, attach, doctor, wire
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions
@@ -25,6 +26,9 @@ ALIVE_S = 15.0
 STOP_S = 60.0
 DETACH_S = 15.0
 LONGEST_S = 600.0
+#: When to see whether a domain that was about to start with a function that was free has done so
+#: (seconds): libvirt tells of one that did, and nothing of a transient one that could not.
+STARTED_S = (3.0, 30.0, 300.0)
 #: Events that are read from the store at once.
 PAGE = 1000
 
@@ -183,9 +187,22 @@ class AdminService:
         )
         return {"attachment": wire.attachment(done)}
 
-    async def print_attachment(self, function: str) -> dict[str, Any]:
+    async def admit_domain(self, function: str, domain: str, domain_uuid: str) -> dict[str, Any]:
+        item, was_free = await admission.prepare(self._functions, function, domain, domain_uuid)
+        if was_free:
+            self._links.look_later(*STARTED_S)
+        return self._function(item)
+
+    async def print_attachment(self, function: str, domain: str | None = None) -> dict[str, Any]:
         found = self._registry.find(function)
-        socket = str(self._functions.world.paths.function(found.uuid).vfio_socket)
+        owner = found.domain_uuid if domain is None else await self._domain_uuid(domain)
+        if owner is None:
+            raise UsageError(
+                f'no domain has function "{function}", and the XML is of one domain',
+                where="admin",
+                hint="name the domain, by its UUID if libvirt does not know it yet",
+            )
+        socket = str(self._functions.world.paths.function(found.uuid).domain_socket(owner))
         return {"xml": await self._links.call(lambda p: p.attachment_xml(found.uuid, socket))}
 
     # --- domains ---------------------------------------------------------------------------------
@@ -290,6 +307,17 @@ class AdminService:
 
     def _function(self, item: Any) -> dict[str, Any]:
         return {"function": wire.function(item, self._functions.world.paths)}
+
+    async def _domain_uuid(self, domain: str) -> str:
+        """Of a domain that need not be there yet if this is its UUID."""
+        try:
+            return (await self._links.call(lambda port: port.get(domain))).uuid
+        except NotFoundError:
+            try:
+                return str(uuids.UUID(domain))
+            except ValueError:
+                pass
+            raise
 
     async def _domain(
         self, verb: Callable[[DomainsPort], Domain], *, look: bool = True, patient: bool = False

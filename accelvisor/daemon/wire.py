@@ -48,6 +48,7 @@ def profile(item: Profile, cards: Sequence[Card], held: Sequence[Placement]) -> 
 
 
 def function(item: Function, paths: Paths) -> dict[str, Any]:
+    files = paths.function(item.uuid)
     return {
         "uuid": item.uuid,
         "name": item.name,
@@ -64,7 +65,8 @@ def function(item: Function, paths: Paths) -> dict[str, Any]:
         "ring_entries": item.ring_entries,
         "state": item.state.value,
         "reason": item.reason,
-        "socket": str(paths.function(item.uuid).vfio_socket),
+        "socket": str(files.vfio_socket),
+        "domain_socket": str(files.domain_socket(item.domain_uuid)) if item.domain_uuid else None,
         "domain": item.domain,
         "domain_uuid": item.domain_uuid,
         "created": item.created,

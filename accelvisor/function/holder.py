@@ -26,6 +26,7 @@ from typing import Any
 from accelvisor.errors import ConflictError
 from accelvisor.function import channel as ch
 from accelvisor.function import zygote
+from accelvisor.function.doors import Doors
 from accelvisor.function.endpoints import listen, memfd, notify_ready, open_descriptors
 from accelvisor.function.giveup import Answerer
 from accelvisor.function.loop import Loop
@@ -91,11 +92,12 @@ class Holder:
         self._make_memory()
         self._pipe = os.pipe2(os.O_CLOEXEC)
         self._control = listen(spec.control_socket)
-        self._vfio = listen(spec.vfio_socket, spec.socket_group)
+        self._doors = Doors(spec, self._loop.watch, self._loop.forget, self._accept_client)
         self._requests = Requests(
             listen(spec.holder_socket),
             {
                 "status": self._status,
+                "admit": self._doors.admit,
                 "kill-worker": self._kill_worker,
                 "give-up": self._asked_to_give_up,
                 "shutdown": self._shutdown,
@@ -103,7 +105,7 @@ class Holder:
             self._loop.watch,
             self._loop.forget,
         )
-        self._loop.watch(self._vfio.fileno(), self._accept_client)
+        self._doors.open()
         try:
             self._loop.run()
         finally:
@@ -133,13 +135,10 @@ class Holder:
     def _end(self) -> None:
         _kill(self._pid)
         _kill(self._zygote_pid)
-        for path in (
-            self._spec.vfio_socket, self._spec.control_socket, self._spec.holder_socket,
-        ):  # fmt: skip
-            try:
+        self._doors.remove()
+        for path in (self._spec.control_socket, self._spec.holder_socket):
+            with suppress(OSError):
                 os.unlink(path)
-            except OSError:
-                pass
 
     def _stop(self) -> None:
         self._running = False
@@ -274,13 +273,13 @@ class Holder:
 
     # --- the client -------------------------------------------------------------------------------
 
-    def _accept_client(self) -> None:
+    def _accept_client(self, door: socket.socket) -> None:
         try:
-            self._connection, _ = self._vfio.accept()
+            self._connection, _ = door.accept()
         except OSError:
             return
-        # One client at a time; the next waits in the backlog.
-        self._loop.forget(self._vfio.fileno())
+        # One client at a time, whatever its door; the next waits in the backlog.
+        self._doors.shut()
         self._number += 1
         self._starts.clear()
         self._loop.watch(self._connection.fileno(), self._heard)
@@ -325,7 +324,7 @@ class Holder:
         self._loop.never(self._look)
         for slot in list(self._kept):
             self._drop(slot)
-        self._loop.watch(self._vfio.fileno(), self._accept_client)
+        self._doors.open()
 
     # --- giving up --------------------------------------------------------------------------------
 
@@ -381,9 +380,10 @@ class Holder:
 
     # --- asked on holder.sock ------------------------------------------------------------------
 
-    def _status(self) -> dict[str, Any]:
+    def _status(self, *_: object) -> dict[str, Any]:
         return {
             "uuid": self._spec.uuid,
+            "peer": self._doors.peer,
             "ready": self._ready and not self._gave_up,
             "gave_up": self._gave_up,
             "connected": self._connection is not None,
@@ -398,19 +398,19 @@ class Holder:
             "uptime_s": round(self._clock() - self._started_at, 3),
         }
 
-    def _kill_worker(self) -> dict[str, Any]:
+    def _kill_worker(self, *_: object) -> dict[str, Any]:
         pid = self._worker_pid
         if not pid:
             raise ConflictError("there is no worker now", code="no-worker", where="holder")
         _kill(pid)
         return {"worker_pid": pid}
 
-    def _asked_to_give_up(self) -> dict[str, Any]:
+    def _asked_to_give_up(self, *_: object) -> dict[str, Any]:
         self._for_good = True
         self._give_up("asked to")
         return {"gave_up": self._gave_up}
 
-    def _shutdown(self) -> dict[str, Any]:
+    def _shutdown(self, *_: object) -> dict[str, Any]:
         self._stop()
         return {}
 

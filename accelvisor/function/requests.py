@@ -15,7 +15,8 @@ from accelvisor.errors import AccelvisorError, UsageError
 _CLIENTS = 16
 _REQUEST_BYTES = 64 * 1024
 
-Method = Callable[[], dict[str, Any]]
+#: From a request's parameters to those of the reply.
+Method = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Requests:
@@ -81,13 +82,15 @@ class Requests:
         """The reply to one request's JSON."""
         try:
             try:
-                call = self._methods[json.loads(raw)["method"]]
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                request = json.loads(raw)
+                call = self._methods[request["method"]]
+                parameters = dict(request.get("parameters") or {})
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise UsageError(
                     f"not a request: {error}",
                     where="holder",
                     hint="methods: " + ", ".join(self._methods),
                 ) from error
-            return {"parameters": call()}
+            return {"parameters": call(parameters)}
         except AccelvisorError as error:
             return {"error": error.to_dict()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import uuid as uuid_module
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,11 +19,16 @@ from accelvisor.limits import KIB, LIMITS
 
 #: A UNIX socket's path has 107 bytes and its NUL.
 _SOCKET_PATH_BYTES = 107
+#: How libvirt calls the AppArmor profile of a domain, and we the socket of that domain's QEMU.
+PEER = re.compile("libvirt-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_OPTIONAL = ("socket_group", "peer")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One function. Sizes in bytes; ``socket_group`` is a group name, empty for none."""
+    """One function. Sizes in bytes; ``socket_group`` is QEMU's group, empty for none; ``peer`` is
+    the profile of the VM whose QEMU may connect (:mod:`accelvisor.function.doors`), empty for none.
+    """
 
     uuid: str
     profile: str
@@ -36,6 +42,7 @@ class Spec:
     holder_socket: str
     control_socket: str
     socket_group: str = ""
+    peer: str = ""
 
     @property
     def layout(self) -> WindowLayout:
@@ -66,7 +73,7 @@ def parse(fields: object, *, where: str = "spec") -> Spec:
         raise _bad(where, f"unknown field {unknown[0]!r}")
     values: dict[str, int | str] = {}
     for name, declared in known.items():
-        if name not in fields and name != "socket_group":
+        if name not in fields and name not in _OPTIONAL:
             raise _bad(where, f"field {name!r} is missing")
         value = fields.get(name, "")
         wanted = int if declared.type == "int" else str
@@ -133,6 +140,8 @@ def _check(values: Mapping[str, int | str], where: str) -> None:
             raise _bad(where, f"field {name!r} must be an absolute path: {path!r}")
         if len(os.fsencode(path)) > _SOCKET_PATH_BYTES:
             raise _bad(where, f"field {name!r} exceeds {_SOCKET_PATH_BYTES} bytes: {path}")
+    if values["peer"] and not PEER.fullmatch(str(values["peer"])):
+        raise _bad(where, f"field 'peer' is no profile of a VM: {values['peer']!r}")
 
 
 def _bad(where: str, message: str) -> ConfigError:

@@ -8,8 +8,10 @@ Installed as /etc/libvirt/hooks/qemu.d/50-accelvisor; libvirt calls it as
 * it is one file of the standard library, forks nothing, never talks to libvirt, and has a deadline;
 * for a domain with neither a function nor arguments for QEMU it ends after one search through the
   XML, before any import;
+* accelvisord decides whose a function is: it is told that this domain is about to start with it,
+  and lets the domain's QEMU in, or says why not;
 * the device counts, not its label: every path below accelvisord's functions that QEMU is given must
-  be the socket of a function that ``<metadata>`` names and this domain owns;
+  be this domain's socket of a function that ``<metadata>`` names;
 * only ``prepare begin`` can refuse, and there everything that goes wrong is a refusal. Every other
   operation ends with 0 at once: a failing ``reconnect`` would kill a running QEMU.
 """
@@ -32,11 +34,6 @@ FUNCTIONS = 256  # as accelvisor.limits.Limits.functions
 
 #: The operations in which this hook has a say.
 CHECKED = frozenset({("prepare", "begin")})
-#: States of a function in which its domain can have it. "running" is its own last run, whose end
-#: accelvisord may not have heard of yet.
-USABLE = frozenset({"ready", "attached", "running"})
-#: And in which a domain can have it that accelvisord knows nothing of: a pasted XML.
-FREE = frozenset({"ready"})
 
 
 class Refused(Exception):  # noqa: N818 - it is the hook's answer
@@ -57,7 +54,7 @@ def main(arguments: "list[str]") -> int:
     try:
         xml = read_xml(0)
         if xml is not None:
-            check(xml)
+            check(arguments[1], xml)
     except Refused as refusal:
         print(f"accelvisor: {refusal}", file=sys.stderr)
         return 1
@@ -96,7 +93,7 @@ def run_directory() -> str:
     return os.environ.get("ACCELVISOR_RUN_DIR", "/run/accelvisor")
 
 
-def check(xml: bytes) -> None:
+def check(name: str, xml: bytes) -> None:
     """Ask accelvisord for each function of the domain. Raises Refused."""
     domain, functions, arguments = parse(xml)
     if len(functions) > FUNCTIONS:
@@ -111,9 +108,7 @@ def check(xml: bytes) -> None:
             try:
                 connection.connect(path)
                 for uuid, vfio in functions.items():
-                    found = call(connection, uuid)
-                    judge(uuid, vfio, domain, found)
-                    served.add(os.path.realpath(str(found.get("socket"))))
+                    served.add(os.path.realpath(admit(connection, uuid, vfio, name, domain)))
             except OSError as error:
                 raise Refused(
                     f"cannot reach accelvisord at {path}: {error.strerror or error}"
@@ -122,8 +117,8 @@ def check(xml: bytes) -> None:
     for path in sockets:
         if os.path.realpath(path) not in served:
             raise Refused(
-                f"the domain gives QEMU {path}, which is no socket of a function in its metadata"
-                " (remove that argument, and use accelctl attach)"
+                f"the domain gives QEMU {path}, which is not its socket of a function"
+                " in its metadata (remove that argument, and use accelctl attach)"
             )
 
 
@@ -212,15 +207,42 @@ def strings(argument: str, device: bool) -> "list[str]":
     return texts
 
 
-def call(connection: "Any", uuid: str) -> "dict[str, Any]":
-    """``io.accelvisor.Admin.GetFunction``: a call and its reply are JSON, ended by NUL (Varlink).
+def admit(connection: "Any", uuid: str, vfio: str, name: str, domain: str) -> str:
+    """The socket at which the domain's QEMU is let into the function.
 
-    Raises Refused.
+    Raises Refused, also when the domain's XML names another socket.
     """
+    parameters = {"function": uuid, "domain": name, "domain_uuid": domain}
+    reply = call(connection, "io.accelvisor.Admin.AdmitDomain", parameters)
+    try:
+        told = reply["parameters"]
+        if "error" in reply:
+            message = str(told.get("message") or reply["error"])
+            hint = f" ({told['hint']})" if told.get("hint") else ""
+            prefix = "" if uuid in message else f"function {uuid}: "
+            raise Refused(f"{prefix}{message}{hint}")
+        found = told["function"]
+        owner, served = found["domain_uuid"], found["domain_socket"]
+        if not isinstance(served, str):
+            raise TypeError("the socket is no path")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Refused(f"accelvisord's answer makes no sense: {error!r}") from None
+    if owner != domain:
+        raise Refused(f"function {uuid} belongs to domain {owner} (accelctl detach {uuid})")
+    # A stale path would connect this guest to another one's function.
+    if vfio and vfio != served:
+        raise Refused(
+            f"function {uuid} is at {served}, the domain names {vfio}"
+            " (detach it and attach it again)"
+        )
+    return served
+
+
+def call(connection: "Any", method: str, parameters: "dict[str, str]") -> "dict[str, Any]":
+    """A call and its reply are JSON, ended by NUL (Varlink). Raises Refused."""
     import json
 
-    request = {"method": "io.accelvisor.Admin.GetFunction", "parameters": {"function": uuid}}
-    connection.sendall(json.dumps(request).encode() + b"\0")
+    connection.sendall(json.dumps({"method": method, "parameters": parameters}).encode() + b"\0")
     raw = bytearray()
     while not raw.endswith(b"\0"):
         block = connection.recv(1 << 16)
@@ -229,33 +251,11 @@ def call(connection: "Any", uuid: str) -> "dict[str, Any]":
             raise Refused("accelvisord hung up" if not block else "too long an answer")
     try:
         reply = json.loads(raw[:-1])
-        parameters = reply["parameters"]
-        if "error" in reply:
-            raise Refused(f"function {uuid}: {parameters.get('message') or reply['error']}")
-        found = parameters["function"]
-        if not isinstance(found, dict):
-            raise TypeError("function is no object")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        if not isinstance(reply, dict):
+            raise TypeError("no object")
+    except (ValueError, TypeError, RecursionError) as error:
         raise Refused(f"accelvisord's answer makes no sense: {error!r}") from None
-    return found
-
-
-def judge(uuid: str, vfio: str, domain: str, found: "dict[str, Any]") -> None:
-    """Raises Refused unless this domain may start with this function."""
-    owner = found.get("domain_uuid")
-    if owner and owner != domain:
-        name = found.get("domain") or owner
-        raise Refused(f"function {uuid} belongs to domain {name} (accelctl detach {uuid})")
-    state = found.get("state")
-    if state not in (USABLE if owner else FREE):
-        reason = f": {found['reason']}" if found.get("reason") else ""
-        raise Refused(f"function {uuid} is {state}{reason} (accelctl function show {uuid})")
-    # The owner is what counts; a stale path would connect this guest to another one's function.
-    if vfio and vfio != found.get("socket"):
-        raise Refused(
-            f"function {uuid} is at {found.get('socket')}, the domain names {vfio}"
-            " (detach it and attach it again)"
-        )
+    return reply
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from tests.daemon.harness import Harness
 @pytest.fixture
 def harness() -> Iterator[Harness]:
     """A daemon's paths with a short name: a socket's path has 107 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="acv-"))
+    path = Path(tempfile.mkdtemp(prefix="a"))
     made = Harness(path)
     yield made
     made.clean_up()

@@ -71,7 +71,7 @@ def test_json_is_the_wire_object(harness: Harness, ctl: Ctl) -> None:
         ("function list", "ListFunctions", {}),
         ("function show nn0", "GetFunction", {"function": "nn0"}),
         ("function statistics nn0", "FunctionStatistics", {"function": "nn0"}),
-        ("attach nn0 --print", "PrintAttachment", {"function": "nn0"}),
+        ("attach nn0 vm --print", "PrintAttachment", {"function": "nn0", "domain": "vm"}),
         ("vm list", "ListDomains", {}),
         ("vm show vm", "GetDomain", {"domain": "vm"}),
         ("vm xml vm", "DomainXml", {"domain": "vm"}),
@@ -216,12 +216,25 @@ def test_doctor_exits_by_its_findings(harness: Harness, ctl: Ctl) -> None:
     scenario(harness, body)
 
 
-def test_attach_print_needs_no_vm(harness: Harness, ctl: Ctl) -> None:
+def test_attach_prints_the_socket_of_the_vm_that_it_is_for(harness: Harness, ctl: Ctl) -> None:
+    harness.domains.put("vm", DomainEventKind.DEFINED)
+    vm, later = harness.domains.get("vm").uuid, "0b36e1ad-94f1-4e5c-8a5e-0e5a6a7f1a01"
+
     async def body() -> None:
         made = await harness.create("nn0")
+        paths = harness.paths.function(made["uuid"])
+        for named, uuid in (("vm", vm), (vm, vm), (later.upper(), later)):
+            code, out, _ = await ctl("attach", "nn0", named, "--print")
+            assert code == 0
+            assert f"'{paths.domain_socket(uuid)}'" in out
+        code, _, err = await ctl("attach", "nn0", "--print")
+        assert code == 2
+        assert "name the domain" in err
+        code, _, err = await ctl("attach", "nn0", "nobody", "--print")
+        assert "nobody" in err
+        await ctl("attach", "nn0", "vm")
         code, out, _ = await ctl("attach", "nn0", "--print")
-        assert code == 0
-        assert made["socket"] in out
+        assert f"'{paths.domain_socket(vm)}'" in out
 
     scenario(harness, body)
 

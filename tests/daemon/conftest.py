@@ -13,7 +13,7 @@ from .harness import Harness
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """A short temporary directory: a socket's path has 107 bytes."""
-    path = Path(tempfile.mkdtemp(prefix="acv-"))
+    path = Path(tempfile.mkdtemp(prefix="a"))
     yield path
     shutil.rmtree(path)
 

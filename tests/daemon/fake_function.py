@@ -1,6 +1,6 @@
 """A function process as the daemon sees one: the three sockets, and a temper given by the file
-``temper`` beside the specification (ready, slow, never, refuses, quits). The files UUID.gave-up and
-UUID.connected there make it say so."""
+``temper`` beside the specification (ready, slow, never, refuses, quits, shy). The files
+UUID.gave-up and UUID.connected there make it say so; a shy one admits no VM."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 
 def listen(path: str) -> socket.socket:
@@ -34,7 +35,8 @@ def serve(sock: socket.socket, answer) -> None:
                 data += chunk
             else:
                 request = json.loads(data[:-1])
-                connection.sendall(json.dumps(answer(request["method"])).encode() + b"\0")
+                reply = answer(request["method"], request["parameters"])
+                connection.sendall(json.dumps(reply).encode() + b"\0")
                 if request["method"] == "shutdown":
                     os._exit(0)
 
@@ -52,16 +54,31 @@ def main() -> None:
     resets = 0
     born = time.monotonic()
 
-    def holder(method: str) -> dict[str, object]:
+    peer = ""
+
+    def admit(name: str) -> None:
+        nonlocal peer
+        if peer:
+            Path(spec["vfio_socket"]).with_name(peer).unlink(missing_ok=True)
+        if name:
+            admitted.append(listen(str(Path(spec["vfio_socket"]).with_name(name))))
+        peer = name
+
+    def holder(method: str, parameters: dict[str, Any]) -> dict[str, object]:
+        if method == "admit" and marker.exists() and marker.read_text() == "shy":
+            error = {"code": "function-socket", "message": "too shy", "where": "holder", "hint": ""}
+            return {"error": error}
+        if method == "admit" and parameters["peer"] != peer:
+            admit(parameters["peer"] or "")
         if temper == "refuses":
             error = {"code": "no-memory", "message": "no memory", "where": "holder", "hint": "buy"}
             return {"error": error}
         ready = temper != "never" and (temper != "slow" or time.monotonic() - born > 0.3)
         reason = gave_up.read_text() if gave_up.exists() else ""
-        fields = {"ready": ready and not reason, "connected": connected.exists()}
+        fields = {"ready": ready and not reason, "connected": connected.exists(), "peer": peer}
         return {"parameters": {**fields, "gave_up": reason}}
 
-    def control(method: str) -> dict[str, object]:
+    def control(method: str, parameters: dict[str, Any]) -> dict[str, object]:
         nonlocal resets
         if method == "reset":
             resets += 1
@@ -70,16 +87,18 @@ def main() -> None:
     if temper == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     vfio = listen(spec["vfio_socket"])
+    admitted: list[socket.socket] = []
+    admit(spec["peer"])
     for path, answer in ((spec["control_socket"], control),):
         sock = listen(path)
         threading.Thread(target=serve, args=(sock, answer), daemon=True).start()
     if temper == "stubborn":
         hold = listen(spec["holder_socket"])
 
-        def stubborn(method: str) -> dict[str, object]:
+        def stubborn(method: str, parameters: dict[str, Any]) -> dict[str, object]:
             if method == "shutdown":
                 threading.Event().wait()
-            return holder(method)
+            return holder(method, parameters)
 
         serve(hold, stubborn)
     serve(listen(spec["holder_socket"]), holder)

@@ -181,7 +181,7 @@ class Harness:
     """Paths, a supervisor and domains that outlive the daemons started with them."""
 
     def __init__(self, root: Path) -> None:
-        self.paths = Paths(root / "run", root / "state", root / "accelvisor.toml")
+        self.paths = Paths(root / "r", root / "state", root / "accelvisor.toml")
         self.domains = FakeDomains()
         self.supervisor = SubprocessSupervisor(self.paths, (sys.executable, "-S", "-E", str(FAKE)))
         self.config = Config(libvirt=LibvirtConfig(uri="fake"))

@@ -33,8 +33,9 @@ def test_attach_to_a_stopped_domain_is_persistent(harness: Harness, vm: str) -> 
             reply = await harness.call("AttachFunction", domain=vm, function="mine")
             assert reply["attachment"]["persistent"]
             assert not reply["attachment"]["live"]
-            assert made["socket"] in harness.domains.calls[0]
             found = (await harness.call("GetFunction", function="mine"))["function"]
+            assert f"socket='{found['domain_socket']}'" in harness.domains.calls[0]
+            assert (made["domain_socket"], found["socket"]) == (None, made["socket"])
             assert (found["state"], found["domain"]) == ("attached", "vm")
 
     asyncio.run(scenario())

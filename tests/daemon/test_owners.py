@@ -275,7 +275,9 @@ def test_a_function_whose_socket_was_replaced_is_not_attached(
         async with harness.daemon():
             other = await harness.create("other")
             made = await harness.create("f")
-            socket = harness.paths.function(made["uuid"]).vfio_socket
+            m = harness.domains.get("m")
+            await harness.call("AdmitDomain", function="f", domain="m", domain_uuid=m.uuid)
+            socket = harness.paths.function(made["uuid"]).domain_socket(m.uuid)
             socket.unlink()
             socket.symlink_to(harness.paths.function(other["uuid"]).vfio_socket)
             with pytest.raises(errors.SystemFailure) as caught:

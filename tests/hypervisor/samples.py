@@ -6,8 +6,9 @@ import xml.etree.ElementTree as ET
 
 UUID = "0f6d3a52-8a0e-4c53-9d57-6a3b1b2f4c11"
 OTHER = "7c1e9b90-2f2b-4b4e-8f0a-51c7f0b2ad22"
-SOCKET = f"/run/accelvisor/function/{UUID}/vfio.sock"
-OTHER_SOCKET = f"/run/accelvisor/function/{OTHER}/vfio.sock"
+DOMAIN = "37062d46-ed05-4e63-b102-fa45c8ac403f"  # of READY
+SOCKET = f"/run/accelvisor/function/{UUID}/libvirt-{DOMAIN}"
+OTHER_SOCKET = f"/run/accelvisor/function/{OTHER}/libvirt-{DOMAIN}"
 
 #: As an installer writes it: metadata of its own, no addresses, private memory, a comment.
 INSTALLER = """<domain type="kvm">

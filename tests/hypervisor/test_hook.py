@@ -16,18 +16,16 @@ import pytest
 
 from accelvisor.hypervisor import hook, xml
 from accelvisor.limits import LIMITS
-from tests.hypervisor.samples import BARE, OTHER, OTHER_SOCKET, READY, SOCKET, UUID
+from tests.hypervisor.samples import BARE, DOMAIN, OTHER, OTHER_SOCKET, READY, SOCKET, UUID
 
-DOMAIN = "37062d46-ed05-4e63-b102-fa45c8ac403f"
 WITH_FUNCTION = xml.add(READY, UUID, SOCKET)
 SCRIPT = Path(hook.__file__)
 GOOD = {
     "uuid": UUID,
     "state": "attached",
-    "socket": SOCKET,
+    "domain_socket": SOCKET,
     "domain": "db",
     "domain_uuid": DOMAIN,
-    "reason": "",
 }
 #: Every operation that libvirt's documentation names, with its sub-operation.
 OPERATIONS = [
@@ -48,12 +46,21 @@ Reply = Callable[[dict[str, object]], bytes]
 
 def found(**changes: object) -> Reply:
     def reply(request: dict[str, object]) -> bytes:
-        assert request["method"] == "io.accelvisor.Admin.GetFunction"
-        wanted = request["parameters"]["function"]  # type: ignore[index]
+        assert request["method"] == "io.accelvisor.Admin.AdmitDomain"
+        parameters = request["parameters"]
+        wanted = parameters["function"]  # type: ignore[index]
+        told = {"function": wanted, "domain": "db", "domain_uuid": DOMAIN}
+        assert parameters == told
         function = {**GOOD, "uuid": wanted, **changes}
         return json.dumps({"parameters": {"function": function}}).encode() + b"\0"
 
     return reply
+
+
+def refused(message: str, hint: str = "") -> Reply:
+    parameters = {"code": "a-code", "message": message, "where": "somewhere", "hint": hint}
+    reply = {"error": "io.accelvisor.Admin.Conflict", "parameters": parameters}
+    return lambda _: json.dumps(reply).encode() + b"\0"
 
 
 class Daemon:
@@ -137,7 +144,7 @@ def test_a_function_that_is_ready_lets_the_domain_start(
 def test_every_function_is_asked_for(tmp_path: Path, daemon: Callable[[object], Daemon]) -> None:
     def reply(request: dict[str, object]) -> bytes:
         first = request["parameters"]["function"] == UUID  # type: ignore[index]
-        return found(socket=SOCKET if first else OTHER_SOCKET)(request)
+        return found(domain_socket=SOCKET if first else OTHER_SOCKET)(request)
 
     served = daemon(reply)
     assert run(tmp_path, xml.add(WITH_FUNCTION, OTHER, OTHER_SOCKET)).returncode == 0
@@ -145,28 +152,22 @@ def test_every_function_is_asked_for(tmp_path: Path, daemon: Callable[[object], 
 
 
 @pytest.mark.parametrize(
-    ("state", "status"), [("ready", 0), ("attached", 1), ("running", 1), ("failed", 1)]
+    ("message", "hint", "told"),
+    [
+        (f"function {UUID} is failed: no memory", "", f"function {UUID} is failed: no memory"),
+        (
+            f"function {UUID} belongs to domain web",
+            f"accelctl detach {UUID}",
+            f"function {UUID} belongs to domain web (accelctl detach {UUID})",
+        ),
+        ("AdmitDomain needs the level admin", "x", f"function {UUID}: AdmitDomain needs the level"),
+    ],
 )
-def test_a_function_that_no_domain_owns_may_be_used_when_it_is_ready(
-    tmp_path: Path, daemon: Callable[[object], Daemon], state: str, status: int
+def test_what_accelvisord_says_against_it_is_said_once(
+    tmp_path: Path, daemon: Callable[[object], Daemon], message: str, hint: str, told: str
 ) -> None:
-    daemon(found(domain=None, domain_uuid=None, state=state))
-    assert run(tmp_path, WITH_FUNCTION).returncode == status
-
-
-@pytest.mark.parametrize("state", ["ready", "attached", "running"])
-def test_a_domains_own_function_may_be_used(
-    tmp_path: Path, daemon: Callable[[object], Daemon], state: str
-) -> None:
-    daemon(found(state=state))
-    assert run(tmp_path, WITH_FUNCTION).returncode == 0
-
-
-def test_the_owner_is_told_how_to_be_freed_of_its_function(
-    tmp_path: Path, daemon: Callable[[object], Daemon]
-) -> None:
-    daemon(found(domain="other", domain_uuid=OTHER))
-    assert f"(accelctl detach {UUID})" in run(tmp_path, WITH_FUNCTION).stderr.decode()
+    daemon(refused(message, hint))
+    assert run(tmp_path, WITH_FUNCTION).stderr.decode().startswith(f"accelvisor: {told}")
 
 
 # --- what QEMU is given, whatever the metadata says ----------------------------------------------
@@ -183,12 +184,12 @@ def given(directory: Path, text: str, *arguments: str) -> subprocess.CompletedPr
 @pytest.fixture
 def served(tmp_path: Path, daemon: Callable[[object], Daemon]) -> str:
     """A domain with the function UUID, both as they stand in the run directory of this test."""
-    daemon(found(socket=str(tmp_path / "function" / UUID / "vfio.sock")))
+    daemon(found(domain_socket=str(tmp_path / "function" / UUID / f"libvirt-{DOMAIN}")))
     return WITH_FUNCTION.replace("/run/accelvisor", str(tmp_path))
 
 
 _JSON = '{"driver":"vfio-user-pci","socket":{"type":"unix","path":"%s"}}'
-_THEIRS = f"RUN/function/{OTHER}/vfio.sock"
+_THEIRS = f"RUN/function/{OTHER}/libvirt-{DOMAIN}"
 
 
 @pytest.mark.parametrize(
@@ -196,11 +197,13 @@ _THEIRS = f"RUN/function/{OTHER}/vfio.sock"
     [
         _JSON % _THEIRS,
         _JSON % _THEIRS.replace("/", "\\/"),
-        _JSON % _THEIRS.replace("vfio", "\\u0076fio"),
+        _JSON % _THEIRS.replace("libvirt", "\\u006cibvirt"),
+        _JSON % f"RUN/function/{UUID}/vfio.sock",
+        _JSON % f"RUN/function/{UUID}/libvirt-{OTHER}",
         _JSON % _THEIRS.replace("/function/", "//function/./"),
-        _JSON % f"RUN/function/{UUID}/../{OTHER}/vfio.sock",
+        _JSON % f"RUN/function/{UUID}/../{OTHER}/libvirt-{DOMAIN}",
         f"vfio-user-pci,socket.type=unix,socket.path={_THEIRS}",
-        _JSON % "RUN/link/vfio.sock",
+        _JSON % f"RUN/link/libvirt-{DOMAIN}",
     ],
 )
 @pytest.mark.parametrize("labelled", [True, False])
@@ -210,14 +213,14 @@ def test_another_functions_socket_on_the_command_line_is_refused(
     (tmp_path / "link").symlink_to(tmp_path / "function" / OTHER)
     result = given(tmp_path, served if labelled else READY, "-device", argument)
     assert result.returncode == 1
-    assert b"no socket of a function in its metadata" in result.stderr
+    assert b"not its socket of a function in its metadata" in result.stderr
 
 
 def test_a_socket_that_a_character_device_reaches_is_refused_as_well(
     tmp_path: Path, served: str
 ) -> None:
     result = given(tmp_path, served, "-chardev", f"socket,id=x,path={_THEIRS}")
-    assert b"no socket of a function" in result.stderr
+    assert b"not its socket of a function" in result.stderr
 
 
 def test_ones_own_socket_is_let_pass_however_its_path_is_written(
@@ -263,12 +266,11 @@ def test_one_function_at_two_sockets_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reply", "told"),
     [
-        (found(state="failed", reason="out of memory"), "out of memory"),
-        (found(state="creating"), "creating"),
-        (found(state="deleting"), "deleting"),
-        (found(state=None), "None"),
-        (found(domain="other", domain_uuid=OTHER), "belongs to domain other"),
-        (found(socket="/run/elsewhere"), "/run/elsewhere"),
+        (refused(f"function {UUID} is failed: out of memory"), "out of memory"),
+        (found(domain="other", domain_uuid=OTHER), f"belongs to domain {OTHER}"),
+        (found(domain=None, domain_uuid=None), "belongs to domain None"),
+        (found(domain_socket="/run/elsewhere"), "/run/elsewhere"),
+        (found(domain_socket=None), "no sense"),
         (lambda _: b"", "hung up"),
         (lambda _: b"nonsense\0", "no sense"),
         (lambda _: b"[]\0", "no sense"),

@@ -1,0 +1,123 @@
+"""Whose QEMU a function lets in: that of the domain that owns it by its row, and nobody else's.
+
+An owner reaches the function in two places: its specification, which its next process reads, and
+the holder of the process that runs. Whoever changes an owner calls :func:`admit` under the
+function's lock, after the row is committed: a daemon that is killed in between does it when it
+finds the function again (``Keeper``).
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid as uuids
+from dataclasses import replace
+
+from accelvisor.daemon import files, function_link
+from accelvisor.daemon.functions import Functions
+from accelvisor.daemon.lifecycle import Event, State, move
+from accelvisor.daemon.paths import peer
+from accelvisor.daemon.store import Function
+from accelvisor.errors import AccelvisorError, ConflictError, UsageError
+
+LOG = logging.getLogger(__name__)
+
+#: In which a domain may start with its function. "running" is its own last run, whose end may not
+#: have been heard of yet.
+_USABLE = (State.READY, State.ATTACHED, State.RUNNING)
+
+
+async def admit(functions: Functions, function: Function) -> None:
+    """Make what the function lets in follow its row; repeatable. The caller holds the lock.
+
+    Raises:
+        SystemFailure: ``spec-write``, ``function-socket``.
+        UnavailableError, DeadlineError, ProtocolError: its process does not answer.
+    """
+    paths = functions.world.paths.function(function.uuid)
+    files.write(paths, functions.specification(function))
+    await function_link.call(paths.holder_socket, "admit", {"peer": peer(function.domain_uuid)})
+
+
+async def follow(functions: Functions, function: Function) -> None:
+    """:func:`admit` where the owner is a fact that no failure here can change: then whom the
+    function lets in is right again with the next owner or process, and until then it is reported.
+    """
+    if function.state not in _USABLE:
+        return  # no process; the next one reads its specification
+    try:
+        await admit(functions, function)
+    except AccelvisorError as error:
+        LOG.warning("whom function %s lets in: %s", function.uuid, error.message)
+
+
+async def prepare(
+    functions: Functions, key: str, domain: str, domain_uuid: str
+) -> tuple[Function, bool]:
+    """A domain is about to start, and its definition names this function: it is let in if the
+    function is its own, or free: then it becomes its own. Never asks libvirt, which is in its hook.
+
+    Returns:
+        the function, and whether it was free until now.
+
+    Raises:
+        UsageError: ``domain_uuid`` is none.
+        ConflictError: ``function-in-use``, ``function-state`` and those of its life.
+        and what :func:`admit` raises.
+    """
+    try:
+        domain_uuid = str(uuids.UUID(domain_uuid))
+    except ValueError:
+        raise UsageError(f'"{domain_uuid[:80]}" is no UUID of a domain', where="admin") from None
+    function = functions.registry.find(key)
+    _require(function, domain_uuid)
+    if function.domain_uuid == domain_uuid and await _admitted(functions, function):
+        # Without the lock: a verb that holds it may be waiting for this very domain.
+        return function, False
+    return await functions.carry(_prepare(functions, function.uuid, domain, domain_uuid))
+
+
+async def _prepare(
+    functions: Functions, uuid: str, domain: str, domain_uuid: str
+) -> tuple[Function, bool]:
+    async with functions.lock(uuid):
+        function = functions.registry.find(uuid)
+        _require(function, domain_uuid)
+        if function.domain_uuid is not None:
+            await admit(functions, function)
+            return function, False
+        taken = replace(function, domain=domain, domain_uuid=domain_uuid)
+        taken = taken.with_state(move(function.state, Event.TAKEN, function.name))
+        words = f"{function.name} goes to domain {domain}, which is starting"
+        await functions.registry.commit(taken, "function-attaching", words)
+        try:
+            await admit(functions, taken)
+        except AccelvisorError as error:
+            words = f"{function.name} is free again: {error.message}"
+            await functions.registry.commit(function, "function-ready", words)
+            await follow(functions, function)
+            raise
+        return taken, True
+
+
+async def _admitted(functions: Functions, function: Function) -> bool:
+    paths = functions.world.paths.function(function.uuid)
+    status = await function_link.call(paths.holder_socket, "status")
+    return status.get("peer") == peer(function.domain_uuid)
+
+
+def _require(function: Function, domain_uuid: str) -> None:
+    if function.domain_uuid not in (None, domain_uuid):
+        raise ConflictError(
+            f"function {function.uuid} belongs to domain {function.domain}",
+            code="function-in-use",
+            where=f"function:{function.name}",
+            hint=f"accelctl detach {function.uuid}",
+        )
+    if function.state not in _USABLE:
+        reason = f": {function.reason}" if function.reason else ""
+        raise ConflictError(
+            f"function {function.uuid} is {function.state}{reason}",
+            code="function-state",
+            where=f"function:{function.name}",
+            hint=f"accelctl function show {function.uuid}",
+        )
