@@ -166,6 +166,7 @@ def host(item: Mapping[str, Any]) -> str:
             ("supervisor", item["supervisor"]),
             ("cards", str(item["cards"])),
             ("functions", str(item["functions"])),
+            ("spare processes", str(item["spares"])),
         ]
     )
 

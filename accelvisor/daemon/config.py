@@ -63,6 +63,8 @@ class DaemonConfig(_Section, frozen=True):
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     # Group of each function's vfio socket: QEMU runs in it. Empty: the function's own group.
     socket_group: GroupName | Literal[""] = ""
+    # Function processes that wait, warm, for the next function.
+    spares: Annotated[int, msgspec.Meta(ge=0, le=16)] = 1
 
 
 class AdminConfig(_Section, frozen=True):

@@ -144,6 +144,8 @@ class Daemon:
         # Clients first: libvirt may be waiting in its hook, for us, with a domain's lock held.
         await self._serve(registry, links, hub, listener)
         links.start()
+        self._functions.spares.start()
+        undo.push_async_callback(self._functions.spares.stop)
         self._watchdog = asyncio.get_running_loop().create_task(self._keep_alive())
         undo.push_async_callback(self._end_watchdog)
         setup.notifier.ready(f"{len(registry.all())} functions")

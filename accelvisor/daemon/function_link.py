@@ -1,7 +1,7 @@
 """Talking to a function process: its ``holder.sock`` and ``control.sock`` (docs/contracts.md, 2).
 
-One JSON object, then NUL, each way; one request per connection, so that a stuck function holds up
-nothing but the call that waits for it. Every call has a deadline.
+One JSON object, then NUL, each way; one request per connection (but for a :class:`Link`), so that a
+stuck function holds up nothing but the call that waits for it. Every call has a deadline.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,48 +45,103 @@ async def call(
         ProtocolError: ``function-reply``: the reply is no JSON object of the agreed form.
         FunctionFailure: the process answered with an error.
     """
-    where = f"function:{path.parent.name}/{path.name}"
+    async with _guarded(method, _where(path), deadline_s):
+        reader, writer = await _connect(path)
+        try:
+            return await _exchange(reader, writer, method, parameters, _where(path))
+        finally:
+            writer.close()
+            with suppress(OSError):
+                await writer.wait_closed()
+
+
+class Link:
+    """A connection to a function process that lasts, with one call at a time."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, where: str
+    ) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._where = where
+
+    @property
+    def open(self) -> bool:
+        """Whether the other end has not hung up."""
+        return not self._reader.at_eof() and not self._writer.is_closing()
+
+    async def call(
+        self,
+        method: str,
+        parameters: Mapping[str, object] | None = None,
+        *,
+        deadline_s: float = LIMITS.control_reply_s,
+    ) -> dict[str, Any]:
+        """As the function :func:`call`."""
+        async with _guarded(method, self._where, deadline_s):
+            return await _exchange(self._reader, self._writer, method, parameters, self._where)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._writer.close()
+
+
+async def link(path: Path, *, deadline_s: float = LIMITS.control_reply_s) -> Link:
+    """Connect. Raises UnavailableError, DeadlineError."""
+    async with _guarded("a connection", _where(path), deadline_s):
+        return Link(*await _connect(path), _where(path))
+
+
+def _where(path: Path) -> str:
+    return f"function:{path.parent.name}/{path.name}"
+
+
+@asynccontextmanager
+async def _guarded(what: str, where: str, deadline_s: float) -> AsyncIterator[None]:
+    """The errors of :func:`call` for what may go wrong on a connection."""
     try:
         async with asyncio.timeout(deadline_s):
-            raw = await _exchange(path, {"method": method, "parameters": dict(parameters or {})})
+            yield
     except TimeoutError:
         raise DeadlineError(
-            f"no reply to {method} within {deadline_s:g} s", code="function-deadline", where=where
+            f"no reply to {what} within {deadline_s:g} s", code="function-deadline", where=where
         ) from None
     except (OSError, asyncio.IncompleteReadError) as error:
         text = getattr(error, "strerror", None) or "it hung up"
         raise UnavailableError(
-            f"the function process does not answer {method}: {text}",
+            f"the function process does not answer {what}: {text}",
             code="function-unreachable",
             where=where,
         ) from error
     except asyncio.LimitOverrunError as error:
         raise ProtocolError("the reply is too long", code="function-reply", where=where) from error
-    return _parse(raw, where)
 
 
-async def _exchange(path: Path, request: Mapping[str, object]) -> bytes:
+async def _connect(path: Path) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     # The path lies in a directory that the function may write: no link is followed, and what was
     # looked at is what is connected to (a magic link of /proc leads to the very file).
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if not stat.S_ISSOCK(os.fstat(fd).st_mode):
             raise ConnectionRefusedError(errno.ECONNREFUSED, "not a socket")
-        reader, writer = await asyncio.open_unix_connection(
+        return await asyncio.open_unix_connection(
             f"/proc/self/fd/{fd}", limit=LIMITS.admin_message_bytes
         )
     finally:
         os.close(fd)
-    try:
-        writer.write(json.dumps(request).encode() + b"\0")
-        await writer.drain()
-        return (await reader.readuntil(b"\0"))[:-1]
-    finally:
-        writer.close()
-        try:
-            await writer.wait_closed()
-        except OSError:
-            pass
+
+
+async def _exchange(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    method: str,
+    parameters: Mapping[str, object] | None,
+    where: str,
+) -> dict[str, Any]:
+    request = {"method": method, "parameters": dict(parameters or {})}
+    writer.write(json.dumps(request).encode() + b"\0")
+    await writer.drain()
+    return _parse((await reader.readuntil(b"\0"))[:-1], where)
 
 
 def _parse(raw: bytes, where: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from accelvisor.daemon.inventory import Card, Profile
 from accelvisor.daemon.lifecycle import Event, State, move
 from accelvisor.daemon.paths import Paths, peer
 from accelvisor.daemon.registry import Registry
+from accelvisor.daemon.spares import Spares
 from accelvisor.daemon.store import Function
 from accelvisor.daemon.supervisor import ProcessState, Supervisor
 from accelvisor.errors import AccelvisorError, NotFoundError, SystemFailure, UsageError
@@ -76,6 +77,8 @@ class Functions:
         self._placing = asyncio.Lock()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._verbs: set[asyncio.Task[Any]] = set()
+        #: What a new function may be made of; none are kept until this is started.
+        self.spares = Spares(world.paths, world.supervisor, world.new_uuid, config.daemon.spares)
         #: Called with the UUID of each function whose process was found ready.
         self.on_ready: Callable[[str], None] = lambda uuid: None
 
@@ -150,7 +153,8 @@ class Functions:
         files.write(self.world.paths.function(function.uuid), spec)
         self.world.fault("create:written")
         memory = function.memory_bytes + function.window_bytes
-        await self.world.supervisor.start(function.uuid, memory)
+        if not await self.spares.become(function.uuid, spec, memory):
+            await self.world.supervisor.start(function.uuid, memory)
         self.world.fault("create:started")
         await self._come_up(function)
         self.on_ready(function.uuid)
@@ -203,8 +207,16 @@ class Functions:
     # --- inside ----------------------------------------------------------------------------------
 
     async def _create(self, profile: Profile, name: str | None, card: str | None) -> Function:
-        uuid = self.world.new_uuid()
-        name = _checked_name(name, uuid)
+        uuid = await self.spares.take() or self.world.new_uuid()
+        try:
+            return await self._create_as(uuid, _checked_name(name, uuid), profile, card)
+        finally:
+            self.spares.give_back(uuid)  # unless it came to be used
+            self.spares.refill()
+
+    async def _create_as(
+        self, uuid: str, name: str, profile: Profile, card: str | None
+    ) -> Function:
         async with self.lock(uuid):
             async with self._placing:
                 function = self._plan(uuid, name, profile, card)

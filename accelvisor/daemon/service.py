@@ -83,6 +83,7 @@ class AdminService:
                 "libvirt_uri": self.identity.libvirt_uri,
                 "cards": len(self._functions.cards),
                 "functions": len(self._registry.all()),
+                "spares": self._functions.spares.ready,
                 "started": self.identity.started,
             }
         }

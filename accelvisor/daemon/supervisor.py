@@ -50,6 +50,9 @@ class Supervisor(Protocol):
             memory_bytes: what its guest may make it use, for a ceiling above that.
         """
 
+    async def allow(self, uuid: str, memory_bytes: int) -> None:
+        """Raise the ceiling of a process that runs, as ``start`` does."""
+
     async def stop(self, uuid: str) -> None:
         """End the process and all of its children, gently, then not. Returns when it is gone."""
 
@@ -96,6 +99,9 @@ class SubprocessSupervisor:
         await processes.spawn_detached(
             [*self._command, str(files.spec)], files.process, files.log, _clean(os.environ)
         )
+
+    async def allow(self, uuid: str, memory_bytes: int) -> None:
+        """Nothing to do: there is no ceiling."""
 
     async def stop(self, uuid: str) -> None:
         found = self._find(uuid)
@@ -153,12 +159,15 @@ class SystemdSupervisor:
     def __init__(self, systemctl: Sequence[str] = ("systemctl", "--no-ask-password")) -> None:
         self._systemctl = tuple(systemctl)
 
-    async def start(self, uuid: str, memory_bytes: int = 0) -> None:
+    async def allow(self, uuid: str, memory_bytes: int) -> None:
         if memory_bytes > UNIT_MEMORY_BYTES - OWN_MEMORY_BYTES:
             # Shared memory is charged to the unit: under its usual ceiling a large function would
             # be killed for what it was promised.
             ceiling = f"MemoryMax={memory_bytes + OWN_MEMORY_BYTES}"
             await self._run("set-property", "--runtime", self._unit(uuid), ceiling)
+
+    async def start(self, uuid: str, memory_bytes: int = 0) -> None:
+        await self.allow(uuid, memory_bytes)
         # --no-block: readiness is asked of the process itself, with our own deadline.
         try:
             await self._run("start", "--no-block", self._unit(uuid))

@@ -30,12 +30,13 @@ class EmbeddedHost:
         config: TOML of accelvisor.toml; the supervisor is always ``subprocess``.
         directory: where to live; made (and removed) when None. Keep it short: a UNIX socket's path
             has at most 107 bytes.
+        spares: function processes that wait for the next function.
     """
 
-    def __init__(self, config: str = "", directory: Path | None = None) -> None:
+    def __init__(self, config: str = "", directory: Path | None = None, spares: int = 0) -> None:
         self._given = directory
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._config = config
+        self._config = f'[daemon]\nsupervisor = "subprocess"\nspares = {spares}\n{config}'
         self._daemon: subprocess.Popen[bytes] | None = None
         self.directory = Path()
 
@@ -45,8 +46,7 @@ class EmbeddedHost:
             self.directory = Path(self._temporary.name)
         else:
             self.directory = self._given
-        config = '[daemon]\nsupervisor = "subprocess"\n' + self._config
-        (self.directory / "accelvisor.toml").write_text(config)
+        (self.directory / "accelvisor.toml").write_text(self._config)
         try:
             self.start()
         except BaseException:

@@ -28,14 +28,19 @@ def main(arguments: list[str]) -> int:
         from accelvisor.function import zygote
 
         ours.close()
-        zygote.run(theirs, arguments[0])
+        zygote.run(theirs)
     theirs.close()
     from accelvisor.errors import AccelvisorError
     from accelvisor.function.holder import Holder
-    from accelvisor.function.spec import load
+    from accelvisor.function.spare import obtain
+    from accelvisor.function.zygote import tell
 
     try:
-        Holder(load(arguments[0])).run((ours, pid))
+        spec = obtain(arguments[0])
+        if spec is None:
+            return 0
+        tell(ours, spec)
+        Holder(spec).run((ours, pid))
     except AccelvisorError as error:
         print(f"{error.where}: {error.message} [{error.code}]\n{error.hint}", file=sys.stderr)
         return 1

@@ -22,6 +22,7 @@ CONNECT = 5  # argument: number of the connection; brings the socket
 
 # holder to zygote
 FORK = 6  # argument: number of the live connection or 0; brings everything a worker needs
+SPEC = 9  # followed by the specification's JSON; before the first FORK
 # zygote to holder
 WARM = 7  # ready to fork
 

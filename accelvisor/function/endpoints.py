@@ -56,13 +56,17 @@ def open_descriptors() -> int:
     return len(os.listdir("/proc/self/fd")) - 1
 
 
-def notify_ready() -> None:
-    """Tell the service manager, if there is one, that the function serves (sd_notify(3))."""
+def notify_ready(status: str) -> None:
+    """Tell the service manager, if there is one, that this runs as it should (sd_notify(3)).
+
+    Args:
+        status: what it does, for people.
+    """
     path = os.environ.get("NOTIFY_SOCKET", "")
     if path:
         address = "\0" + path[1:] if path.startswith("@") else path
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sock:
             try:
-                sock.sendto(b"READY=1", address)
+                sock.sendto(b"READY=1\nSTATUS=" + status.encode(), address)
             except OSError as error:
                 print(f"cannot notify {path}: {error}", file=sys.stderr)

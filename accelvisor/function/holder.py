@@ -253,7 +253,7 @@ class Holder:
                 self._gap_ms = (self._clock() - self._died_at) * 1000
             if not self._ready:
                 self._ready = True
-                notify_ready()
+                notify_ready(f"serves a function of profile {self._spec.profile}")
         for fd in fds:
             os.close(fd)
 

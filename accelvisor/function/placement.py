@@ -10,14 +10,15 @@ import struct
 import threading
 from collections.abc import Collection, Sequence
 
-#: So far below the threads that answer register accesses.
-_NICE = 7
+#: So far below the threads that answer register accesses. On a host with units this counts within a
+#: function only: between functions, and between them and VMs, the units' weights do.
+_NICE = 10
 
 _sched_getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 
 def lower_priority() -> None:
-    """Let this thread yield to the ones that answer the guest."""
+    """Let this thread yield to the ones that answer the guest, and to the guest itself."""
     thread = threading.get_native_id()
     try:
         # From where the process was put: what its unit or its user chose still counts.
@@ -25,11 +26,14 @@ def lower_priority() -> None:
         os.setpriority(os.PRIO_PROCESS, thread, min(usual + _NICE, 19))
     except OSError:
         pass
+    # Within its turn a thread is not interrupted, whatever its priority: a vCPU that its register's
+    # value is there for would wait for the end of a usual turn of 3 ms.
+    short_turns()
 
 
-def answer_promptly(slice_ns: int = 100_000) -> None:
-    """Ask the scheduler for short turns of this thread, so that it interrupts computing when it
-    wakes (sched_setattr(2): sched_runtime, Linux 6.12).
+def short_turns(slice_ns: int = 100_000) -> None:
+    """Ask the scheduler for short turns of this thread (sched_setattr(2): sched_runtime, Linux
+    6.12): then it interrupts others sooner when it wakes, and is sooner interrupted when it runs.
 
     Args:
         slice_ns: the turn's length in nanoseconds, at least 100 us.

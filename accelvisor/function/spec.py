@@ -84,11 +84,11 @@ def parse(fields: object, *, where: str = "spec") -> Spec:
     return Spec(**values)  # type: ignore[arg-type]
 
 
-def load(path: str) -> Spec:
-    """Read and check a specification file.
+def read(path: str) -> object:
+    """The JSON in a specification file, not checked.
 
     Raises:
-        ConfigError: it cannot be read, is not JSON, or a field is wrong.
+        ConfigError: it cannot be read or is not JSON.
     """
     where = f"spec:{path}"
     try:
@@ -99,10 +99,18 @@ def load(path: str) -> Spec:
     if len(raw) > 64 * KIB:
         raise _bad(where, "larger than 64 KiB")
     try:
-        fields = json.loads(raw)
+        return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise _bad(where, f"not JSON: {error}") from error
-    return parse(fields, where=where)
+
+
+def load(path: str) -> Spec:
+    """Read and check a specification file.
+
+    Raises:
+        ConfigError: it cannot be read, is not JSON, or a field is wrong.
+    """
+    return parse(read(path), where=f"spec:{path}")
 
 
 def _check(values: Mapping[str, int | str], where: str) -> None:

@@ -26,7 +26,7 @@ from accelvisor.function.channel import CONNECT, GONE, HERE, MESSAGE_BYTES, READ
 from accelvisor.function.control import Control
 from accelvisor.function.descriptors import Descriptors, teller
 from accelvisor.function.device import Device
-from accelvisor.function.placement import answer_promptly
+from accelvisor.function.placement import short_turns
 from accelvisor.function.sandbox import enter
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import State
@@ -85,7 +85,7 @@ class Worker:
     def run(self) -> None:
         """Serve until the holder goes away."""
         sys.setswitchinterval(_SWITCH_S)
-        answer_promptly()
+        short_turns()
         channel = self._given.channel
         self._poll.register(channel, select.POLLIN)
         # Until _attach has found out what the client is still owed, no command may go on: it

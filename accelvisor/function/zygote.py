@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import array
 import gc
+import json
 import os
 import signal
 import socket
@@ -16,8 +17,7 @@ import time
 import traceback
 from typing import TYPE_CHECKING, NoReturn
 
-from accelvisor.errors import ConfigError
-from accelvisor.function.channel import FORK, MESSAGE_BYTES, WARM, pack, unpack
+from accelvisor.function.channel import FORK, MESSAGE_BYTES, SPEC, WARM, pack, unpack
 from accelvisor.function.sandbox import rename
 
 if TYPE_CHECKING:
@@ -29,9 +29,14 @@ _FIXED = 7
 _FORK_PAUSE_S = 0.25
 
 
-def run(link: socket.socket, spec: Spec | str) -> NoReturn:
-    """Serve the holder's FORK requests until it goes away. ``spec`` may be the path of one: the
-    holder reads it too, and reports what is wrong with it.
+def tell(link: socket.socket, spec: Spec) -> None:
+    """From the holder: what the zygote at the other end is to be the zygote of."""
+    link.send(pack(SPEC) + spec.to_json().encode())
+
+
+def run(link: socket.socket, spec: Spec | None = None) -> NoReturn:
+    """Serve the holder's FORK requests until it goes away. Without ``spec`` it is told one first
+    (:func:`tell`), which need not be known yet when this begins.
     """
     try:
         _close_others(link.fileno())
@@ -44,13 +49,8 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
         # again and again would take a tenth of a function's start.
         gc.disable()
         from accelvisor.function import worker
-        from accelvisor.function.spec import load
+        from accelvisor.function.spec import parse
 
-        if isinstance(spec, str):
-            try:
-                spec = load(spec)
-            except ConfigError:
-                os._exit(1)
         gc.freeze()  # and it stays shared between the workers
         gc.enable()
         link.send(pack(WARM, os.getpid()))
@@ -60,7 +60,10 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
             if not data:
                 os._exit(0)
             kind, number = unpack(data[:MESSAGE_BYTES])
-            if kind != FORK or len(fds) < _FIXED:
+            if kind == SPEC:
+                spec = parse(json.loads(data[MESSAGE_BYTES:]))
+                continue
+            if kind != FORK or len(fds) < _FIXED or spec is None:
                 os._exit(1)
             crashed = _crashed(child, ends)
             child = _fork()
@@ -74,6 +77,8 @@ def run(link: socket.socket, spec: Spec | str) -> NoReturn:
                 os._exit(0)
             for fd in fds:
                 os.close(fd)
+    except BrokenPipeError:
+        os._exit(0)  # the holder went away meanwhile, and has said why
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

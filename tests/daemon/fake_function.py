@@ -1,6 +1,8 @@
 """A function process as the daemon sees one: the three sockets, and a temper given by the file
 ``temper`` beside the specification (ready, slow, never, refuses, quits, shy). The files
-UUID.gave-up and UUID.connected there make it say so; a shy one admits no VM."""
+UUID.gave-up and UUID.connected there make it say so; a shy one admits no VM, an unwilling spare
+becomes nothing.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,31 @@ def serve(sock: socket.socket, answer) -> None:
                     os._exit(0)
 
 
+def wait_as_spare(path: str, unwilling: bool) -> dict:
+    with listen(path) as sock:
+        keeper, _ = sock.accept()
+    data = b""
+    while not data.endswith(b"\0"):
+        chunk = keeper.recv(65536)
+        if not chunk:
+            sys.exit(0)
+        data += chunk
+    request = json.loads(data[:-1])
+    assert request["method"] == "become"
+    error = {"code": "spec-invalid", "message": "I would rather not", "where": "fake", "hint": ""}
+    reply = {"error": error} if unwilling else {"parameters": {}}
+    keeper.sendall(json.dumps(reply).encode() + b"\0")
+    return request["parameters"]["spec"]
+
+
 def main() -> None:
     spec = json.loads(Path(sys.argv[1]).read_text())
     marker = Path(sys.argv[1]).with_name("temper")
     temper = os.environ.get("FAKE_TEMPER") or (marker.read_text() if marker.exists() else "ready")
     if temper == "quits":
         sys.exit("I do not want to")
+    if spec.get("spare"):
+        spec = wait_as_spare(spec["holder_socket"], unwilling=temper == "unwilling")
     gave_up = Path(sys.argv[1]).with_suffix(".gave-up")
     gave_up.unlink(missing_ok=True)
     connected = Path(sys.argv[1]).with_suffix(".connected")

@@ -16,7 +16,7 @@ from typing import Any
 
 from accelvisor.control import admin
 from accelvisor.control.client import AdminClient
-from accelvisor.daemon.config import Config, LibvirtConfig
+from accelvisor.daemon.config import Config, DaemonConfig, LibvirtConfig
 from accelvisor.daemon.daemon import Daemon, Setup
 from accelvisor.daemon.notify import Notifier
 from accelvisor.daemon.paths import Paths
@@ -184,7 +184,8 @@ class Harness:
         self.paths = Paths(root / "r", root / "state", root / "accelvisor.toml")
         self.domains = FakeDomains()
         self.supervisor = SubprocessSupervisor(self.paths, (sys.executable, "-S", "-E", str(FAKE)))
-        self.config = Config(libvirt=LibvirtConfig(uri="fake"))
+        # The fake function is no spare; test_spares.py has real ones.
+        self.config = Config(daemon=DaemonConfig(spares=0), libvirt=LibvirtConfig(uri="fake"))
 
     def setup(self, **changes: Any) -> Setup:
         made = Setup(

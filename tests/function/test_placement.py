@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from accelvisor.function.placement import Placement, answer_promptly, current_cpu, shares
+from accelvisor.function.placement import Placement, current_cpu, shares, short_turns
 from accelvisor.function.pool import Pool
 from tests.function.test_pool import Tiles, run
 
@@ -90,7 +90,7 @@ def test_asking_for_short_turns_leaves_the_priority_alone() -> None:
     def ask() -> None:
         thread = threading.get_native_id()
         before = os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread)
-        answer_promptly()
+        short_turns()
         after = os.getpriority(os.PRIO_PROCESS, thread), os.sched_getscheduler(thread)
         seen.append(before == after)
 

@@ -56,7 +56,7 @@ def test_ready_is_told_to_the_supervisor() -> None:
             cwd=Path(__file__).parents[2],
         )
         try:
-            assert notify.recv(100) == b"READY=1"
+            assert notify.recv(100).startswith(b"READY=1\nSTATUS=serves ")
             status = call(spec.holder_socket, "status")
             assert status["ready"]
             assert call(spec.control_socket, "status")["ready"]

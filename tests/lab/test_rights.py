@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 
 import pytest
 
+from accelvisor.hypervisor import xml
 from accelvisor.lab import LabHost, Laboratory
 from tests.lab.user import accelctl, define, state
 
@@ -78,6 +81,65 @@ def test_who_may_look_reaches_no_function(host: LabHost, users: None, function: 
         code, text = run_as(host, LOOKER, *command)
         assert code != 0, command
         assert "Permission denied" in text
+
+
+#: QEMU's user, and the group that its sockets are given to.
+QEMU = ("libvirt-qemu", "libvirt-qemu")
+KNOCK = """
+import os, socket, sys
+for path in sys.argv[1:]:
+    try:
+        socket.socket(socket.AF_UNIX).connect(path)
+        print("connected")
+    except OSError as error:
+        print(error.strerror)
+"""
+
+
+def knock(host: LabHost, *paths: str) -> list[str]:
+    """What a QEMU that a guest took over gets at these sockets, all privileges of its user at hand."""
+    user, group = QEMU
+    words = ["setpriv", "--reuid", user, "--regid", group, "--init-groups"]
+    return host.run([*words, "python3", "-c", KNOCK, *paths]).stdout.splitlines()
+
+
+def test_qemu_reaches_no_function_that_no_vm_has(
+    host: LabHost, function: str, domain_name: str
+) -> None:
+    """Whatever a guest makes of its QEMU: that one's group opens the sockets of VMs, not of functions."""
+    define(host, domain_name)
+    uuid = host.virsh("domuuid", domain_name).stdout.strip()
+    own = [f"{RUN}/function/{function}/{name}.sock" for name in ("vfio", "holder", "control")]
+    vms = f"{RUN}/function/{function}/libvirt-{uuid}"
+    assert knock(host, *own, vms) == ["Permission denied"] * 3 + ["No such file or directory"]
+    accelctl(host, "attach", function, domain_name)
+    shown = accelctl(host, "function", "show", function)["function"]
+    assert shown["domain_socket"] == vms
+    mode = host.run(["stat", "-c", "%a %G", vms]).stdout.strip()
+    assert mode == "660 libvirt-qemu"
+    assert knock(host, *own, vms) == ["Permission denied"] * 3 + ["connected"]
+    accelctl(host, "detach", function, domain_name)
+    assert knock(host, *own, vms) == ["Permission denied"] * 3 + ["No such file or directory"]
+
+
+def test_each_vms_profile_admits_its_own_socket_of_a_function_and_no_other(host: LabHost) -> None:
+    """The packaged rule within libvirt's template, by the parser of this host. No kernel here has
+    AppArmor, so what is tried is what would be loaded."""
+    function = "0f6d3a52-8a0e-4c53-9d57-6a3b1b2f4c11"
+    vms = ("37062d46-ed05-4e63-b102-fa45c8ac403f", "7c1e9b90-2f2b-4b4e-8f0a-51c7f0b2ad22")
+    template = host.run(["cat", "/etc/apparmor.d/libvirt/TEMPLATE.qemu"]).stdout
+    for vm in vms:
+        profile = template.replace("LIBVIRT_TEMPLATE", f"libvirt-{vm}")
+        assert profile != template
+        command = ["apparmor_parser", "--base", "/etc/apparmor.d", "-QK", "-D", "rule-exprs"]
+        said = host.run(command, input=profile)
+        ours = [
+            re.escape(each).replace(r"\-", "-")
+            for line in (said.stdout + said.stderr).splitlines()
+            for each in [line]
+            if "accelvisor" in line
+        ]
+        assert ours == []
 
 
 def test_levels_do_not_need_each_others_groups(host: LabHost, users: None, function: str) -> None:
