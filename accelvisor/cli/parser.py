@@ -6,6 +6,8 @@ import argparse
 import re
 from collections.abc import Callable
 
+from accelvisor import __version__
+
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
@@ -76,6 +78,7 @@ def build(chosen: str | None = None) -> argparse.ArgumentParser:
         description="Manage this host's accelerator functions and the VMs that have them.",
         epilog="accelctl(1) has examples, and the exit codes.",
     )
+    parser.add_argument("--version", action="version", version=f"accelctl {__version__}")
     top = _Group(parser, "command", _common)
     for name, about, fill in _NOUNS:
         if chosen in (None, name):

@@ -5,7 +5,25 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, Generic, TypeVar
 
+from accelvisor.errors import ProtocolError
+
 T = TypeVar("T")
+
+
+def only(name: str, result: object, kind: type[T]) -> T:
+    """The one output of arithmetic instruction ``name``, as the device's table should have it.
+
+    Raises:
+        ProtocolError: ``instruction-table``: it has another number of outputs.
+    """
+    if not isinstance(result, kind):
+        raise ProtocolError(
+            f"the device's {name!r} has not exactly one output",
+            code="instruction-table",
+            where=f"instruction {name}",
+            hint="guest library and device do not fit: update the older one",
+        )
+    return result
 
 
 class Arithmetic(Generic[T]):

@@ -23,7 +23,7 @@ from accelvisor.abi import programs
 from accelvisor.abi.dtypes import DType, by_label
 from accelvisor.abi.programs import Operation, Role, Slot
 from accelvisor.errors import ConflictError, ProgramError, UsageError
-from accelvisor.guest.arithmetic import Arithmetic
+from accelvisor.guest.arithmetic import Arithmetic, only
 from accelvisor.guest.instructions import Instruction
 from accelvisor.guest.launch import Bound
 from accelvisor.guest.tensor import ShapeLike, Tensor, as_shape, device_dtype
@@ -60,9 +60,7 @@ class Value(Arithmetic["Value"]):
         if not isinstance(other, Value):
             other = self.program.call("fill", shape=self.shape, dtype=self.dtype, value=other)
         pair = (other, self) if swapped else (self, other)
-        result = self.program.call(name, *pair)
-        assert isinstance(result, Value)  # arithmetic instructions have one output
-        return result
+        return only(name, self.program.call(name, *pair), Value)
 
 
 class Call:

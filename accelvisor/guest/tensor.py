@@ -15,7 +15,7 @@ import numpy.typing as npt
 from accelvisor.abi import commands
 from accelvisor.abi.dtypes import DType, by_label
 from accelvisor.errors import AccelvisorError, UsageError
-from accelvisor.guest.arithmetic import Arithmetic
+from accelvisor.guest.arithmetic import Arithmetic, only
 from accelvisor.guest.staging import SharedBuffer
 
 if TYPE_CHECKING:
@@ -256,9 +256,7 @@ class Tensor(Arithmetic["Tensor"]):
         if not isinstance(other, Tensor):
             other = full(self.function, self.shape, other, self.dtype)
         pair = (other, self) if swapped else (self, other)
-        result = self.function.ops.call(name, *pair)
-        assert isinstance(result, Tensor)  # arithmetic instructions have one output
-        return result
+        return only(name, self.function.ops.call(name, *pair), Tensor)
 
 
 class PinnedArray:
