@@ -61,7 +61,7 @@ class DaemonConfig(_Section, frozen=True):
 
     supervisor: Literal["auto", "systemd", "subprocess"] = "auto"
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    # Group of each function's vfio socket: QEMU runs in it. Empty: the function's own group.
+    # Group of the vfio sockets that are for VMs: QEMU runs in it. Empty: the function's own group.
     socket_group: GroupName | Literal[""] = ""
     # Function processes that wait, warm, for the next function.
     spares: Annotated[int, msgspec.Meta(ge=0, le=16)] = 1

@@ -19,7 +19,7 @@ from accelvisor.errors import SystemFailure
 
 LOG = logging.getLogger(__name__)
 
-#: Entries that are removed at most: a function has three sockets, the rest is a mess of its own.
+#: Entries that are removed at most: a function has four sockets, the rest is a mess of its own.
 _ENTRIES = 1000
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

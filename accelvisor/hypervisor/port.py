@@ -91,7 +91,7 @@ class AttachRequest:
 
     domain: str
     function: str  # UUID
-    socket: str  # path of the function's vfio.sock
+    socket: str  # path of the function's socket for this domain
     live: bool
     persistent: bool
     window_bytes: int = 0  # of its BAR2; 0: unknown, so that it shows only once it is plugged

@@ -26,10 +26,10 @@ BACKPORTS = (
     "qemu-system-x86",
     "qemu-utils",
 )
-# What makes it a host, and tools of the laboratory and its tests (apparmor compiles profiles that no
-# kernel here loads). No Python module is among them,
-# and nothing for accelvisor's sake: that comes from the Depends of debian/control (``depends``), so
-# that `dpkg -i` of the packages proves them.
+# What makes it a host, and tools of the laboratory and its tests; apparmor compiles profiles that
+# no kernel here loads. No Python module is among them, and nothing for accelvisor's sake: that
+# comes from the Depends of debian/control (``depends``), so that `dpkg -i` of the packages proves
+# them.
 PACKAGES = (
     "apparmor",
     "iproute2",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -163,12 +165,12 @@ def test_the_hook_stops_a_vm_whose_function_is_gone_and_no_other(
     pasted = xml.add(
         host.virsh("dumpxml", domain_name, "--inactive").stdout,
         "00000000-1111-4222-8333-444444444444",
-        function["socket"],
+        f"{os.path.dirname(function['socket'])}/libvirt-x",
     )
     host.run(["virsh", "define", "/dev/stdin"], input=pasted)
     refused = host.virsh("start", domain_name, check=False)
     assert refused.returncode != 0
-    assert "accelvisor: function 00000000-1111-4222-8333-444444444444" in refused.stderr
+    assert 'there is no function "00000000-1111-4222-8333-444444444444"' in refused.stderr
     host.run(["systemctl", "stop", "accelvisor.socket", "accelvisor.service"])
     try:
         refused = host.virsh("start", domain_name, check=False)
@@ -188,25 +190,67 @@ def test_a_stolen_socket_path_does_not_start(
     plain = host.virsh("dumpxml", domain_name, "--inactive").stdout
     accelctl(host, "attach", mine["uuid"], domain_name, "--persistent")
     stored = host.virsh("dumpxml", domain_name, "--inactive").stdout
+    own = accelctl(host, "function", "show", mine["uuid"])["function"]["domain_socket"]
+    foreign = own.replace(mine["uuid"], other["uuid"])
     label, device = stored.split("<qemu:commandline>")
-    theirs = device.replace(mine["socket"], other["socket"])
+    theirs = device.replace(own, foreign)
     for text, told in (
         (
-            stored.replace(mine["socket"], other["socket"]),
-            f"function {mine['uuid']} is at {mine['socket']}",
+            stored.replace(own, foreign),
+            f"function {mine['uuid']} is at {own}",
         ),
         # An honest label, and only the device goes elsewhere.
-        (f"{label}<qemu:commandline>{theirs}", f"gives QEMU {other['socket']}"),
+        (f"{label}<qemu:commandline>{theirs}", f"gives QEMU {foreign}"),
         # No label at all.
         (
             plain[: plain.index("<qemu:commandline>")] + f"<qemu:commandline>{theirs}",
-            f"gives QEMU {other['socket']}",
+            f"gives QEMU {foreign}",
         ),
+        # What is the function's own is no VM's.
+        (stored.replace(own, mine["socket"]), f"function {mine['uuid']} is at {own}"),
     ):
         host.run(["virsh", "define", "/dev/stdin"], input=text)
         refused = host.virsh("start", domain_name, check=False)
         assert refused.returncode != 0
         assert f"accelvisor: {told}" in refused.stderr or told in refused.stderr
+
+
+def test_a_transient_vm_of_a_pasted_xml_has_its_function_while_it_lives(
+    host: LabHost, domain_name: str, function: dict[str, Any]
+) -> None:
+    """Nobody knew that VM before libvirt's hook asked; others come and go meanwhile."""
+    define(host, domain_name)
+    vm, uuid = host.virsh("domuuid", domain_name).stdout.strip(), function["uuid"]
+    printed = accelctl(host, "attach", uuid, domain_name, "--print")["xml"]
+    (socket,) = {entry.socket for entry in xml.functions(printed)}
+    plain = host.virsh("dumpxml", domain_name, "--inactive").stdout
+    pasted = xml.add(plain, uuid, socket)
+    host.virsh("undefine", domain_name)
+    wrong = "".join(f"<qemu:arg value='{word}'/>" for word in ("-device", "no-such-device"))
+    broken = pasted.replace("</qemu:commandline>", f"{wrong}</qemu:commandline>")
+    refused = host.run(["virsh", "create", "/dev/stdin"], input=broken, check=False)
+    assert refused.returncode != 0
+    said = host.run(["accelctl", "events"]).stdout
+    assert f"goes to domain {domain_name}, which is starting" in said, refused.stderr
+    wait_for_state(host, uuid, "ready")
+    other = plain.replace(domain_name, f"{domain_name}-busy").replace(vm, str(uuid4()))
+    host.push(other.encode(), "/tmp/busy.xml")
+    busy = "while virsh -q define /tmp/busy.xml; do :; done"
+    host.run(["systemd-run", "--quiet", "--collect", "--unit=busy", "sh", "-c", busy])
+    try:
+        host.run(["virsh", "create", "/dev/stdin"], input=pasted)
+    finally:
+        host.run(["systemctl", "stop", "busy"])
+        host.virsh("undefine", f"{domain_name}-busy", check=False)
+    wait_for_state(host, uuid, "running")
+    shown = accelctl(host, "function", "show", uuid)["function"]
+    assert (shown["domain_uuid"], shown["domain_socket"]) == (vm, socket)
+    guest = host.guest(domain_name)
+    guest.wait_ready()
+    selftest(guest)
+    host.virsh("destroy", domain_name)
+    wait_for_state(host, uuid, "ready")
+    assert host.run(["test", "-e", socket], check=False).returncode != 0
 
 
 def test_a_copy_of_a_domain_does_not_take_its_function(
