@@ -43,6 +43,9 @@ def test_a_spec_survives_its_file(tmp_path: Path) -> None:
         ("holder_socket", "/" + "x" * 107),
         ("control_socket", "/tmp/a\0b"),
         ("socket_group", 7),
+        ("peer", None),
+        ("peer", "libvirt-"),
+        ("peer", "../libvirt-0b36e1ad-94f1-4e5c-8a5e-0e5a6a7f1a01"),
     ],
 )
 def test_a_wrong_field_is_named(tmp_path: Path, field: str, value: Any) -> None:
@@ -76,7 +79,8 @@ def test_a_missing_file_is_refused_with_the_reason(tmp_path: Path) -> None:
         load(str(tmp_path / "none.json"))
 
 
-def test_socket_group_may_be_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("field", ["socket_group", "peer"])
+def test_what_not_every_function_has_may_be_left_out(tmp_path: Path, field: str) -> None:
     some = fields(tmp_path)
-    del some["socket_group"]
-    assert parse(json.loads(json.dumps(some))).socket_group == ""
+    del some[field]
+    assert getattr(parse(json.loads(json.dumps(some))), field) == ""
