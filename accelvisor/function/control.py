@@ -47,7 +47,7 @@ class Control:
     """
 
     def __init__(
-        self, device: Device, listener: socket.socket, sandbox: dict[str, bool]
+        self, device: Device, listener: socket.socket, sandbox: Mapping[str, bool]
     ) -> None:
         self._device = device
         self._listener = listener

@@ -61,12 +61,17 @@ class Inherited(NamedTuple):
 
 
 class Worker:
-    """One worker process."""
+    """One worker process.
 
-    def __init__(self, spec: Spec, inherited: Inherited) -> None:
+    Args:
+        sandbox: which of its measures are active, for ``status``.
+    """
+
+    def __init__(
+        self, spec: Spec, inherited: Inherited, sandbox: Mapping[str, bool]
+    ) -> None:
         self._given = inherited
-        # First: a thread keeps the capabilities that it was started with.
-        self._sandbox = enter()
+        self._sandbox = sandbox
         self._state = State(inherited.state)
         self._state.u64[s.W_STARTS] += 1
         self._tell = teller(inherited.channel)
@@ -270,7 +275,9 @@ def main(spec: Spec, inherited: Inherited) -> None:
         inherited.channel.send(pack(HERE, os.getpid()))
     except OSError:
         return  # the holder wants no worker any more, and answers the client itself
-    Worker(spec, inherited).run()
+    # First: a thread keeps the capabilities that it was started with.
+    sandbox = enter()
+    Worker(spec, inherited, sandbox).run()
 
 
 _REQUESTS = s.K["requests"]

@@ -65,7 +65,7 @@ class Bench:
         given = Inherited(
             theirs, self.client, *self.fds, self.pipe, self.connection.dup(), 1, held, crashed
         )
-        self.worker = Worker(self.spec, given)
+        self.worker = Worker(self.spec, given, {})
         self.worker._state.u32[s.R_FREEZE] |= s.FREEZE_DETACHED
         self.worker._device.start()
         return self.worker
