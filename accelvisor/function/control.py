@@ -11,6 +11,7 @@ import os
 import selectors
 import socket
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
