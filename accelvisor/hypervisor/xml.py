@@ -469,8 +469,18 @@ def _free_slot(document: Document, wanted: str | int) -> int:
         for device in devices(document)
         if device.get("driver") == PORT_DRIVER and str(slot := device.get("slot", "")).isdecimal()
     }
-    # 13 bits in the Slot Capabilities register; the first 64 are for spare ports.
-    number = wanted if isinstance(wanted, int) else 64 + uuids.UUID(wanted).int % 8000
-    while number in taken:
-        number = (number + 1) % 8192
-    return number
+    if isinstance(wanted, int):
+        return next(free for free in range(wanted, 8192) if free not in taken)
+    number = uuids.UUID(wanted).int
+    while (wish := _slot_of_function(number)) in taken:
+        number += 1
+    return wish
+
+
+def _slot_of_function(number: int) -> int:
+    """One of 5952 slots, 13 bits each, beside the first 64, which are for spare ports.
+
+    To see whether a new port's slot is taken, QEMU compares that one's last eight bits with the
+    others' whole numbers (hw/pci/pcie_port.c): so those bits are never a spare port's number.
+    """
+    return 256 * (1 + number // 192 % 31) + 64 + number % 192

@@ -98,9 +98,23 @@ def test_a_function_of_another_tool_in_the_command_line_stays() -> None:
 
 def test_slots_of_two_functions_that_wish_the_same_differ() -> None:
     one = "00000000-0000-4000-8000-000000000000"
-    two = f"00000000-0000-4000-8000-{8000:012x}"  # the same modulo the range of wishes
+    two = f"00000000-0000-4000-8000-{31 * 192:012x}"  # the same modulo the range of wishes
     text = xml.add(xml.add(READY, one, "/a"), two, "/b")
     assert len({port["slot"] for port in device(text, "pcie-root-port")}) == 2
+
+
+@given(st.lists(st.uuids().map(str), min_size=1, max_size=4, unique=True))
+def test_qemu_takes_no_slot_for_another_ports(uuids: list[str]) -> None:
+    """By chance a VM did not start: "Can't add chassis slot, error -16"."""
+    text = xml.prepare(READY, spare_ports=16)
+    for uuid in uuids:
+        text = xml.add(text, uuid, f"/run/{uuid}")
+    there: set[int] = set()
+    for port in device(text, "pcie-root-port"):
+        slot = int(str(port["slot"]))
+        assert slot < 8192
+        assert slot & 0xFF not in there, "as pcie_chassis_add_slot() of QEMU asks"
+        there.add(slot)
 
 
 def test_the_same_function_with_another_socket_is_refused() -> None:
