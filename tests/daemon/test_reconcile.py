@@ -122,7 +122,9 @@ def test_after_a_look_functions_and_domains_agree(rows, domains) -> None:
     after = apply(functions, domains)
     live = {uuid for item in domains if item.state.active for uuid in item.live_functions}
     # A domain that is just starting has them, and runs in a moment.
-    starting = {uuid for item in domains for uuid in item.live_functions} - live
+    starting = {
+        uuid for item in domains if not item.state.active for uuid in item.live_functions
+    }
     stored = {uuid for item in domains for uuid in item.persistent_functions} | starting
     for before, item in zip(functions, after, strict=True):
         if item.state is State.RUNNING:
