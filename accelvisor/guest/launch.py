@@ -63,7 +63,8 @@ class Bound:
         function = self.function
         started = time.perf_counter()
         interrupt = self._expected_s >= INTERRUPT_FROM_S
-        completion = self._wait(self._submit(repeat, interrupt), timeout_s, interrupt)
+        cookie = self._submit(repeat, interrupt)
+        completion = self._wait(cookie, timeout_s, interrupt, self._expected_s * repeat)
         self._expected_s = (time.perf_counter() - started) / max(repeat, 1)
         if completion.status:
             function.check(completion)
@@ -125,10 +126,14 @@ class Bound:
         self._flying.add(cookie)
         return cookie
 
-    def _wait(self, cookie: int, timeout_s: float | None, interrupt: bool) -> Completion:
+    def _wait(
+        self, cookie: int, timeout_s: float | None, interrupt: bool, expected_s: float = 0.0
+    ) -> Completion:
         function = self.function
         limit = function.timeout_s if timeout_s is None else timeout_s
-        completion = function.queue.wait(cookie, limit, interrupt=interrupt)
+        completion = function.queue.wait(
+            cookie, limit, interrupt=interrupt, expected_s=expected_s
+        )
         self._flying.discard(cookie)
         return completion
 

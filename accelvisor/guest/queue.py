@@ -175,13 +175,19 @@ class Queue(Rings):
             return self._reap()
 
     def wait(
-        self, cookie: int, timeout_s: float | None = None, *, interrupt: bool = False
+        self,
+        cookie: int,
+        timeout_s: float | None = None,
+        *,
+        interrupt: bool = False,
+        expected_s: float = 0.0,
     ) -> Completion:
         """The completion of ``cookie``, whatever its status.
 
         Args:
             timeout_s: seconds; None waits as long as the function is alive.
             interrupt: the entry carried Flag.INTERRUPT, so sleeping may rely on one.
+            expected_s: how long it is likely to take, if known. Half of that is slept through.
 
         Raises:
             CommandTimeout: not in time. It may still run: keep its memory and :meth:`abandon` it.
@@ -191,11 +197,15 @@ class Queue(Rings):
             if self._batches:
                 self._kick()
             start = self._clock()
-            spinning = self._spinning
-            long = spinning.pick()
-            if not self._spin(cookie, start + spinning.seconds(long), long):
-                self._doze(cookie, start, timeout_s, interrupt and self._interrupts)
-            spinning.learn(long, self._clock() - start)
+            pause = Pauses(self, start, timeout_s, interrupt and self._interrupts, expected_s)
+            if expected_s > self.policy.spin_s:
+                self._doze(cookie, pause)
+            else:
+                spinning = self._spinning
+                long = spinning.pick()
+                if not self._spin(cookie, start + spinning.seconds(long), long):
+                    self._doze(cookie, pause)
+                spinning.learn(long, self._clock() - start)
         with self._lock:
             raw = self._done.pop(cookie, None)
         if raw is None:
@@ -257,8 +267,7 @@ class Queue(Rings):
             if generous:  # a moment is not worth it: the scheduler counts a yield as a whole turn
                 os.sched_yield()
 
-    def _doze(self, cookie: int, start: float, timeout_s: float | None, interrupt: bool) -> None:
-        pause = Pauses(self, start, timeout_s, interrupt)
+    def _doze(self, cookie: int, pause: Pauses) -> None:
         while True:
             with self._lock:
                 if self._dead is not None and cookie not in self._done:

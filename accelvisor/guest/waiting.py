@@ -88,10 +88,20 @@ class Waited(Protocol):
 
 
 class Pauses:
-    """One wait's sleeps: growing naps, a health check now and then, and the deadline."""
+    """One wait's sleeps: growing naps, a health check now and then, and the deadline.
+
+    Where it is known about how long the wait takes, half of that is slept through first: a wait for
+    an interrupt begins with a register access, and naps with processor time, which the device needs
+    at the very beginning.
+    """
 
     def __init__(
-        self, queue: Waited, start: float, timeout_s: float | None, interrupt: bool = False
+        self,
+        queue: Waited,
+        start: float,
+        timeout_s: float | None,
+        interrupt: bool = False,
+        expected_s: float = 0.0,
     ) -> None:
         self._queue = queue
         self._start = start
@@ -99,6 +109,7 @@ class Pauses:
         self._timeout_s = timeout_s
         self._frozen_end = start + (timeout_s or 0.0) + queue.policy.frozen_s
         self._interrupt = interrupt
+        self._asleep_until = start + expected_s / 2
         self._last_health = start
         self._next_health = start + queue.policy.health_s
 
@@ -109,6 +120,10 @@ class Pauses:
         if now >= self._next_health or (self._end is not None and now >= self._end):
             self._look(now, locked)
         left = policy.interrupt_s if self._end is None else max(self._end - now, policy.nap_s)
+        if now < self._asleep_until:
+            until_look = max(self._next_health - now, policy.nap_s)
+            self._queue.nap(min(self._asleep_until - now, until_look, left))
+            return
         if self._interrupt:
             self._queue.wait_interrupt(min(policy.interrupt_s, left))
             return

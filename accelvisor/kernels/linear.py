@@ -3,12 +3,14 @@
 A tile is a block of rows and columns of the output with the full inner dimension, so its bits
 depend on the shapes alone. Each tile is one BLAS call with one thread. The block is large enough (a
 quarter of a giga multiply-accumulate) that packing the operands again for each tile costs little,
-and small enough to stay below the 20 ms of a tile.
+and small enough to stay below the 20 ms of a tile; the last ones are smaller, so that cores which
+share a product end at about the same time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,39 +30,61 @@ from accelvisor.kernels.declare import (
 )
 
 TILE_MACS = 1 << 28  # the most
-WANTED_MACS = 1 << 26  # under a millisecond, but no block narrower than a panel for it
+NARROW_MACS = 1 << 25  # half a millisecond, but no tile narrower than half a panel for it
 TILE_ELEMENTS = 1 << 23  # of each operand: thin products are bound by memory
 PANEL = 256
 # One output element is the smallest tile: this bounds its inner dimension to a few milliseconds.
 _INNER = "k <= 2097152"
 
 
-def _cut(m: int, n: int, k: int) -> tuple[int, int]:
-    """Rows and columns of a tile of an m x n product with inner dimension k: a panel of rows,
-    taller when rows are short, and as many columns as the budgets of arithmetic and of memory
-    allow.
+class _Cut(NamedTuple):
+    """Panels of ``height`` rows each; the first ``coarse`` of them in tiles of ``wide`` columns,
+    the others in tiles of ``narrow`` ones.
+    """
+
+    height: int
+    coarse: int
+    wide: int
+    narrow: int
+
+    def tiles(self, m: int, n: int) -> int:
+        """How many of an m x n product."""
+        fine = -(-m // self.height) - self.coarse
+        return self.coarse * -(-n // self.wide) + fine * -(-n // self.narrow)
+
+
+def _cut(m: int, n: int, k: int) -> _Cut:
+    """The cut of an m x n product with inner dimension k, not empty. Panels are taller where rows
+    are short; tiles as wide as the budgets of arithmetic and of memory allow, and a quarter of the
+    panels, the last, narrower.
     """
     k = max(1, k)
-    rows = max(PANEL, WANTED_MACS // (k * max(1, n)))
-    rows = max(1, min(m, rows, TILE_ELEMENTS // k))
-    columns = min(max(PANEL, WANTED_MACS // (k * rows)), TILE_MACS // (k * rows))
-    return rows, max(1, min(n, columns, TILE_ELEMENTS // max(k, rows)))
+    height = max(PANEL, NARROW_MACS // (k * n))
+    height = max(1, min(m, height, TILE_ELEMENTS // k))
+    most = max(1, min(n, TILE_MACS // (k * height), TILE_ELEMENTS // max(k, height)))
+    narrow = min(most, max(PANEL // 2, NARROW_MACS // (k * height)))
+    panels = -(-m // height)
+    return _Cut(height, panels - -(-panels // 4), most, narrow)
 
 
 def _tiling(shapes: Shapes, inner: int) -> Tiling:
     m, n = shapes[-1]
     if m == 0 or n == 0:
         return Tiling(0, 1)
-    height, width = _cut(m, n, inner)
-    return Tiling(-(-m // height) * -(-n // width), 1)
+    return Tiling(_cut(m, n, inner).tiles(m, n), 1)
 
 
 def _block(out: Array, inner: int, tile: int) -> tuple[slice, slice]:
     m, n = out.shape
-    height, width = _cut(m, n, inner)
-    row, column = divmod(tile, -(-n // width))
+    cut = _cut(m, n, inner)
+    first, width = 0, cut.wide
+    coarse = cut.coarse * -(-n // width)
+    if tile >= coarse:
+        tile, first, width = tile - coarse, cut.coarse, cut.narrow
+    panel, column = divmod(tile, -(-n // width))
+    row = (first + panel) * cut.height
     return (
-        slice(row * height, min(m, (row + 1) * height)),
+        slice(row, min(m, row + cut.height)),
         slice(column * width, min(n, (column + 1) * width)),
     )
 

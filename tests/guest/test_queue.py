@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelvisor.abi import commands
-from accelvisor.abi.registers import SQ_TAIL, WindowLayout
+from accelvisor.abi.registers import SQ_TAIL, Status, WindowLayout
 from accelvisor.errors import ConflictError, ProtocolError, UsageError
 from accelvisor.guest.errors import (
     CommandTimeout,
@@ -20,7 +20,7 @@ from accelvisor.guest.errors import (
 )
 from accelvisor.guest.queue import Queue
 from accelvisor.guest.registers import Registers
-from accelvisor.guest.waiting import Spinning, WaitPolicy
+from accelvisor.guest.waiting import Pauses, Spinning, WaitPolicy
 
 from .fake_device import FakeDevice
 
@@ -219,6 +219,61 @@ def test_one_long_program_does_not_end_spinning() -> None:
     learned(spinning, long_s=10e-6, brief_s=100e-6)
     spinning.learn(spinning.pick(), 5.0)
     assert learned(spinning, long_s=10e-6, brief_s=100e-6, waits=128) >= 56
+
+
+class Patient:
+    """What is waited for, by the book: what the waiter does, and when."""
+
+    index = 0
+
+    def __init__(self) -> None:
+        self.policy = WaitPolicy()
+        self.clock = 100.0
+        self.did: list[tuple[str, float]] = []
+
+    def now(self) -> float:
+        return self.clock
+
+    def nap(self, seconds: float) -> None:
+        self.did.append(("nap", seconds))
+        self.clock += seconds
+
+    def wait_interrupt(self, timeout_s: float) -> None:
+        self.did.append(("interrupt", timeout_s))
+        self.clock += timeout_s
+
+    def look(self, *, locked: bool) -> Status:
+        self.did.append(("look", 0.0))
+        return Status(0)
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_half_of_what_is_expected_is_slept_through_in_one_nap(interrupt: bool) -> None:
+    """Whatever the guest does at the beginning of a long program costs the device a core."""
+    queue = Patient()
+    pause = Pauses(queue, queue.now(), 30.0, interrupt, expected_s=0.016)
+    pause.once(locked=False)
+    assert queue.did == [("nap", pytest.approx(0.008))]
+    pause.once(locked=False)
+    assert queue.did[1][0] == ("interrupt" if interrupt else "nap")
+
+
+def test_a_long_expectation_hides_no_dead_device_and_passes_no_deadline() -> None:
+    queue = Patient()
+    pause = Pauses(queue, queue.now(), 0.25, expected_s=100.0)
+    while queue.clock < 100.25:
+        pause.once(locked=False)
+    with pytest.raises(CommandTimeout):
+        pause.once(locked=False)
+    assert queue.clock == pytest.approx(100.25)
+    assert [what for what, _ in queue.did].count("look") == 3
+
+
+def test_what_is_expected_to_take_long_is_not_spun_for(device: FakeDevice) -> None:
+    device.late_ticks = 40
+    queue = make(device)
+    queue._spin = None  # type: ignore[assignment, method-assign]
+    assert queue.wait(queue.submit(NOP), timeout_s=5, expected_s=0.016).status == 0
 
 
 def test_an_interrupt_ends_the_sleep(device: FakeDevice) -> None:

@@ -23,6 +23,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(declare, "FLAT_STEP", 6)
     monkeypatch.setattr(linear, "PANEL", 2)
     monkeypatch.setattr(linear, "TILE_MACS", 24)
+    monkeypatch.setattr(linear, "NARROW_MACS", 8)
     monkeypatch.setattr(linear, "TILE_ELEMENTS", 30)
     monkeypatch.setattr(conv, "COLUMN_ELEMENTS", 48)
     monkeypatch.setattr(conv, "TILE_MACS", 200)
