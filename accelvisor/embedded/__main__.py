@@ -116,7 +116,8 @@ def _train(fn: Function, function: dict[str, Any], path: Path) -> bool:
         f"{losses[0]:.2f} {report.sparkline(losses)} {losses[-1]:.2f}, "
         f"accuracy {found['accuracy']:.1%}",
     )
-    _say("killed", f"the function's worker, {len(killed)} times with SIGKILL{_pause(killed)}")
+    times = "once" if len(killed) == 1 else f"{len(killed)} times"
+    _say("killed", f"the function's worker, {times} with SIGKILL{_pause(killed)}")
     digest = report.short(found["weights_sha256"])
     _say(
         "bits",

@@ -73,7 +73,8 @@ class Bound:
     def launch(self, repeat: int = 1) -> Launch:
         """Start it; the returned :class:`Launch` is waited for later."""
         interrupt = self._expected_s >= INTERRUPT_FROM_S
-        return Launch(self, self._submit(repeat, interrupt), interrupt)
+        ends = time.perf_counter() + self._expected_s * repeat
+        return Launch(self, self._submit(repeat, interrupt), interrupt, ends)
 
     def release(self) -> None:
         """Give back the bindings' staging memory, once no run uses it. Safe to call twice."""
@@ -132,7 +133,7 @@ class Bound:
         function = self.function
         limit = function.timeout_s if timeout_s is None else timeout_s
         completion = function.queue.wait(
-            cookie, limit, interrupt=interrupt, expected_s=expected_s
+            cookie, limit, interrupt=interrupt, expected_s=max(0.0, expected_s)
         )
         self._flying.discard(cookie)
         return completion
@@ -141,10 +142,11 @@ class Bound:
 class Launch:
     """A run of a program. Its arguments stay alive until it is done."""
 
-    __slots__ = ("_bound", "_completion", "_interrupt", "cookie")
+    __slots__ = ("_bound", "_completion", "_ends", "_interrupt", "cookie")
 
-    def __init__(self, bound: Bound, cookie: int, interrupt: bool) -> None:
+    def __init__(self, bound: Bound, cookie: int, interrupt: bool, ends: float) -> None:
         self._bound = bound
+        self._ends = ends  # not before, by what is known of the program
         self._completion: Completion | None = None
         self._interrupt = interrupt
         self.cookie = cookie
@@ -161,7 +163,9 @@ class Launch:
             DeviceReset, DeviceBroken: it will never end.
         """
         if self._completion is None:
-            self._completion = self._bound._wait(self.cookie, timeout_s, self._interrupt)
+            self._completion = self._bound._wait(
+                self.cookie, timeout_s, self._interrupt, self._ends - time.perf_counter()
+            )
         return self._completion
 
     def result(self, timeout_s: float | None = None) -> Any:
