@@ -29,6 +29,8 @@ LOG = logging.getLogger(__name__)
 REFILL_S = 0.2
 #: Seconds before another try after a spare did not come up; doubled each time, up to the last.
 RETRY_S = (1.0, 300.0)
+#: Seconds that a creation waits at most for a spare that is coming up.
+COMING_S = 2.0
 #: Seconds that one which is coming up gets when the daemon ends.
 STOP_S = 3.0
 
@@ -51,6 +53,7 @@ class Spares:
         #: The one that is coming up.
         self._coming: asyncio.Task[Link] | None = None
         self._started: set[str] = set()  # what stop must look after
+        self._clearing: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Begin to keep spares."""
@@ -81,7 +84,7 @@ class Spares:
         for _, link in self._links:
             link.close()
         self._links.clear()
-        await asyncio.gather(*map(self._clear, sorted(self._started)))
+        await asyncio.gather(*map(self._clear, sorted(self._started)), *self._clearing)
 
     async def take(self) -> str | None:
         """The UUID of a spare for the function that is about to be created; None without one. One
@@ -89,7 +92,7 @@ class Spares:
         """
         self._hold()
         if not self._links and self._coming is not None:
-            await asyncio.wait((self._coming,))
+            await asyncio.wait((self._coming,), timeout=COMING_S)
             await asyncio.sleep(0)  # the keeper comes first
         while self._links:
             uuid, link = self._links.popleft()
@@ -98,7 +101,9 @@ class Spares:
                 return uuid
             link.close()
             LOG.warning("spare %s has ended by itself", uuid)
-            asyncio.get_running_loop().create_task(self._clear(uuid))
+            clearing = asyncio.get_running_loop().create_task(self._clear(uuid))
+            self._clearing.add(clearing)
+            clearing.add_done_callback(self._clearing.discard)
         return None
 
     def give_back(self, uuid: str) -> None:
@@ -149,8 +154,10 @@ class Spares:
                 try:
                     self._links.append((uuid, await asyncio.shield(self._coming)))
                     pause = RETRY_S[0]
-                except AccelvisorError as error:
-                    LOG.warning("no spare function process: %s", error.message)
+                except Exception as error:
+                    # Not worth more than a line, whatever it is: functions are made without.
+                    said = error.message if isinstance(error, AccelvisorError) else repr(error)
+                    LOG.warning("no spare function process: %s", said)
                     await self._clear(uuid)
                     await asyncio.sleep(pause)
                     pause = min(2 * pause, longest)
