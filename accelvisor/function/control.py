@@ -19,6 +19,7 @@ import msgspec
 from accelvisor.errors import AccelvisorError, ProtocolError, UsageError
 from accelvisor.function import state as s
 from accelvisor.function.endpoints import open_descriptors
+from accelvisor.function.requests import taken
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.model import Refusal
 from accelvisor.vfio_user.protocol import MigState
@@ -102,13 +103,12 @@ class Control:
             data = b""
         buffer = self._buffers[client]
         buffer += data
-        while data and (end := buffer.find(0)) >= 0:
-            request = bytes(buffer[:end])
-            del buffer[: end + 1]
+        for request in taken(buffer) if data else ():
             try:
                 client.sendall(answer(request, self._methods) + b"\0")
             except OSError:
                 data = b""
+                break
         if not data or len(buffer) > LIMITS.admin_message_bytes:
             self._selector.unregister(client)
             del self._buffers[client]

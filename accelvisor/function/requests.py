@@ -7,16 +7,24 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accelvisor.errors import AccelvisorError, UsageError
 
 _CLIENTS = 16
-_REQUEST_BYTES = 64 * 1024
+REQUEST_BYTES = 64 * 1024
 
 #: From a request's parameters to those of the reply.
 Method = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+
+def taken(buffer: bytearray) -> Iterator[bytes]:
+    """Take the complete requests out of ``buffer``, without their NUL."""
+    while (end := buffer.find(0)) >= 0:
+        request = bytes(buffer[:end])
+        del buffer[: end + 1]
+        yield request
 
 
 class Requests:
@@ -66,14 +74,12 @@ class Requests:
             data = b""
         buffer += data
         try:
-            while data and (end := buffer.find(0)) >= 0:
-                request = bytes(buffer[:end])
-                del buffer[: end + 1]
+            for request in taken(buffer) if data else ():
                 # Answers are small: a client whose socket is full does not read, and is dropped.
                 client.sendall(json.dumps(self.answer(request)).encode() + b"\0")
         except OSError:
             data = b""
-        if not data or len(buffer) > _REQUEST_BYTES:
+        if not data or len(buffer) > REQUEST_BYTES:
             self._forget(fd)
             del self._clients[fd]
             client.close()

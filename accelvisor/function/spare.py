@@ -17,10 +17,9 @@ from typing import Any
 
 from accelvisor.errors import AccelvisorError, UsageError
 from accelvisor.function.endpoints import listen, notify_ready
+from accelvisor.function.requests import REQUEST_BYTES, taken
 from accelvisor.function.spec import Spec, parse, read
-from accelvisor.limits import KIB, LIMITS
-
-_REQUEST_BYTES = 64 * KIB
+from accelvisor.limits import LIMITS
 
 
 def obtain(path: str) -> Spec | None:
@@ -63,13 +62,11 @@ def _wait(keeper: socket.socket, uuid: str) -> Spec | None:
     buffer = bytearray()
     while True:
         try:
-            data = keeper.recv(_REQUEST_BYTES)
+            data = keeper.recv(REQUEST_BYTES)
             buffer += data
-            if not data or len(buffer) > _REQUEST_BYTES:
+            if not data or len(buffer) > REQUEST_BYTES:
                 return None
-            while (end := buffer.find(0)) >= 0:
-                request = bytes(buffer[:end])
-                del buffer[: end + 1]
+            for request in taken(buffer):
                 reply, spec = _answer(request, uuid)
                 keeper.sendall(json.dumps(reply).encode() + b"\0")
                 if spec is not None:
