@@ -55,7 +55,7 @@ class Spec:
         return uuid_module.UUID(self.uuid).bytes
 
     def to_json(self) -> str:
-        """What :func:`load` reads."""
+        """What :func:`read` and :func:`parse` take apart."""
         return json.dumps(asdict(self), indent=2, sort_keys=True) + "\n"
 
 
@@ -102,15 +102,6 @@ def read(path: str) -> object:
         return json.loads(raw)
     except (ValueError, RecursionError) as error:
         raise _bad(where, f"not JSON: {error}") from error
-
-
-def load(path: str) -> Spec:
-    """Read and check a specification file.
-
-    Raises:
-        ConfigError: it cannot be read, is not JSON, or a field is wrong.
-    """
-    return parse(read(path), where=f"spec:{path}")
 
 
 def _check(values: Mapping[str, int | str], where: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from accelvisor import errors
 from accelvisor.daemon import function_link, service
 from accelvisor.daemon.paths import peer
-from accelvisor.function import spec
+from accelvisor.function.spare import obtain
 from accelvisor.hypervisor.port import DomainEventKind, DomainState
 
 from .harness import Harness
@@ -32,7 +32,7 @@ async def let_in(harness: Harness, uuid: str) -> str:
     """By the running process; by the next one it is the same."""
     paths = harness.paths.function(uuid)
     status = await function_link.call(paths.holder_socket, "status")
-    told = spec.load(str(paths.spec)).peer
+    told = obtain(str(paths.spec)).peer
     assert told == status["peer"]
     sockets = {name for name in os.listdir(paths.directory) if name.startswith("libvirt-")}
     assert sockets == ({told} if told else set())

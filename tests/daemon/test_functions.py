@@ -11,7 +11,7 @@ import pytest
 
 from accelvisor import errors
 from accelvisor.daemon.config import CardConfig, Config, LibvirtConfig, Size
-from accelvisor.function import spec as function_spec
+from accelvisor.function.spare import obtain
 from accelvisor.limits import MIB
 
 from .harness import Harness
@@ -43,7 +43,7 @@ def test_the_spec_is_what_the_function_process_accepts(harness: Harness) -> None
     async def scenario() -> None:
         async with harness.daemon():
             made = await harness.create("mine", "medium")
-            spec = function_spec.load(str(harness.paths.function(made["uuid"]).spec))
+            spec = obtain(str(harness.paths.function(made["uuid"]).spec))
             assert (spec.uuid, spec.cores, spec.queues) == (made["uuid"], 4, 16)
             assert spec.memory_bytes == made["memory_bytes"] == 256 * MIB
             assert spec.vfio_socket == made["socket"]

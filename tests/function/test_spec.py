@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from accelvisor.errors import ConfigError
-from accelvisor.function.spec import load, parse
+from accelvisor.function.spare import obtain
+from accelvisor.function.spec import parse
 from tests.function.harness import make_spec
 
 
@@ -22,7 +23,7 @@ def test_a_spec_survives_its_file(tmp_path: Path) -> None:
     spec = make_spec(tmp_path)
     path = tmp_path / "spec.json"
     path.write_text(spec.to_json())
-    assert load(str(path)) == spec
+    assert obtain(str(path)) == spec
 
 
 @pytest.mark.parametrize(
@@ -70,13 +71,13 @@ def test_a_file_that_is_no_spec_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "spec.json"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
-        load(str(path))
+        obtain(str(path))
     assert str(path) in caught.value.where
 
 
 def test_a_missing_file_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
-        load(str(tmp_path / "none.json"))
+        obtain(str(tmp_path / "none.json"))
 
 
 @pytest.mark.parametrize("field", ["socket_group", "peer"])
