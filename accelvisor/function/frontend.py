@@ -167,11 +167,10 @@ class Frontend:
             self._begin(lane, entry)
             return True
         count = min(waiting, room, entries - slot)
-        if count > 1:
-            # Only once out of memory that the guest writes: what is looked at is what is used.
-            entry = bytes(self._window[at : at + count * COMMAND_BYTES])
-        if not self._light(lane, done, slot, entry, count):
-            self._begin(lane, entry[:COMMAND_BYTES])
+        # What is read anew the guest may have changed: from here on only the block counts.
+        block = entry if count == 1 else bytes(self._window[at : at + count * COMMAND_BYTES])
+        if not self._light(lane, done, slot, block, count):
+            self._begin(lane, block[:COMMAND_BYTES])
         return True
 
     def _light(self, lane: Lane, done: int, slot: int, block: bytes, count: int) -> int:

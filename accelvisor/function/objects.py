@@ -200,9 +200,7 @@ class Objects:
             Refused: BAD_HANDLE.
         """
         found = self._live.get(handle & 0xFFFF_FFFF)
-        if (
-            found is None or found.generation + 1 != handle >> 32 or found.context != context
-        ):  # the handle's other half is the slot, by which it was found
+        if found is None or found.handle != handle or found.context != context:
             raise Refused(CommandStatus.BAD_HANDLE, f"handle {handle:#x} names no object of yours")
         if found.kind != kind:
             name = "tensor" if kind == TENSOR else "program"

@@ -128,12 +128,12 @@ class Bound:
         return cookie
 
     def _wait(
-        self, cookie: int, timeout_s: float | None, interrupt: bool, expected_s: float = 0.0
+        self, cookie: int, timeout_s: float | None, interrupt: bool, expected_s: float
     ) -> Completion:
         function = self.function
         limit = function.timeout_s if timeout_s is None else timeout_s
         completion = function.queue.wait(
-            cookie, limit, interrupt=interrupt, expected_s=max(0.0, expected_s)
+            cookie, limit, interrupt=interrupt, expected_s=expected_s
         )
         self._flying.discard(cookie)
         return completion

@@ -187,7 +187,8 @@ class Queue(Rings):
         Args:
             timeout_s: seconds; None waits as long as the function is alive.
             interrupt: the entry carried Flag.INTERRUPT, so sleeping may rely on one.
-            expected_s: how long it is likely to take, if known. Half of that is slept through.
+            expected_s: how long it is likely to take from now on, if known; half of that is slept
+                through. A time in the past says nothing.
 
         Raises:
             CommandTimeout: not in time. It may still run: keep its memory and :meth:`abandon` it.
