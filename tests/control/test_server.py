@@ -139,6 +139,16 @@ async def reply(reader: asyncio.StreamReader) -> dict[str, Any]:
         return json.loads((await reader.readuntil(b"\0"))[:-1])
 
 
+async def tried(place: Place, clients: int) -> list[str]:
+    """What so many clients hear, one after the other, all of which stay."""
+    outcomes = []
+    for _ in range(clients):
+        reader, writer = await place.raw()
+        writer.write(call("ListFunctions"))
+        outcomes.append((await reply(reader)).get("error", "served").rsplit(".", 1)[-1])
+    return outcomes
+
+
 def run(scenario: Callable[[], Any]) -> None:
     asyncio.run(scenario())
 
@@ -258,11 +268,7 @@ def test_strangers_share_few_connections() -> None:
         limits = replace(LIMITS, admin_clients_without_level=2)
         policy = Policy(read={5}, uids={0})
         async with serving(limits, policy, lambda sock: peers.pop(0)) as place:
-            outcomes = []
-            for _ in range(5):
-                reader, writer = await place.raw()
-                writer.write(call("ListFunctions"))
-                outcomes.append((await reply(reader)).get("error", "served").rsplit(".", 1)[-1])
+            outcomes = await tried(place, 5)
             refused = "PermissionDenied"
             assert outcomes == [refused, refused, "Unavailable", "served", "served"]
 
@@ -314,11 +320,7 @@ def test_one_user_cannot_take_all_connections() -> None:
         limits = replace(LIMITS, admin_clients_per_uid=2)
         policy = Policy(read={5}, uids={0})
         async with serving(limits, policy, lambda sock: peers.pop(0)) as place:
-            outcomes = []
-            for _ in range(6):
-                reader, writer = await place.raw()
-                writer.write(call("ListFunctions"))
-                outcomes.append((await reply(reader)).get("error", "served").rsplit(".", 1)[-1])
+            outcomes = await tried(place, 6)
             served = "served"
             assert outcomes == [served, served, "Unavailable", served, served, served]
 

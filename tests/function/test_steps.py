@@ -60,6 +60,13 @@ def far(length: int, at: int = 0) -> abi.Memory:
     return abi.Memory(abi.Space.GUEST, 0, REMOTE + at, length, 0)
 
 
+def begin_copy(ring: Ring, length: int) -> None:
+    """Submit a copy into a new tensor that the client is asked for."""
+    tensor = ring.ok(abi.tensor_create, DType.UINT8, (length,))
+    ring.post(abi.copy_in(ring.next_cookie(), tensor, 0, far(length)))
+    ring.submit()
+
+
 def two(local: Local) -> tuple[Ring, Ring]:
     rings = local.ring(0), local.ring(1)
     for ring in rings:
@@ -90,9 +97,7 @@ def test_two_queues_wait_for_the_client_side_by_side(local: Local) -> None:
     rings = two(local)
     client = Client(local)
     for ring in rings:
-        tensor = ring.ok(abi.tensor_create, DType.UINT8, (10,))
-        ring.post(abi.copy_in(ring.next_cookie(), tensor, 0, far(10)))
-        ring.submit()
+        begin_copy(ring, 10)
     wait_for(lambda: len(client.asked) == 2, "both requests")
     for number in (1, 0):
         client.answer(number)
@@ -104,9 +109,7 @@ def test_two_queues_wait_for_the_client_side_by_side(local: Local) -> None:
 def test_a_copy_by_messages_remembers_every_answer(local: Local) -> None:
     ring, _ = two(local)
     client = Client(local)
-    tensor = ring.ok(abi.tensor_create, DType.UINT8, (4 * CHUNK,))
-    ring.post(abi.copy_in(ring.next_cookie(), tensor, 0, far(4 * CHUNK)))
-    ring.submit()
+    begin_copy(ring, 4 * CHUNK)
     done = (s.cursor_word(0) + s.C_POSITION64) // 2
     for n in range(3):
         client.answer(n)
@@ -119,9 +122,7 @@ def test_a_copy_by_messages_remembers_every_answer(local: Local) -> None:
 def test_a_freeze_does_not_throw_away_what_the_client_was_asked(local: Local) -> None:
     ring, _ = two(local)
     client = Client(local)
-    tensor = ring.ok(abi.tensor_create, DType.UINT8, (10,))
-    ring.post(abi.copy_in(ring.next_cookie(), tensor, 0, far(10)))
-    ring.submit()
+    begin_copy(ring, 10)
     wait_for(lambda: client.asked, "the request")
     local.device.engine.freeze(s.FREEZE_CONTROL, 10)
     client.answer(0)
@@ -134,9 +135,7 @@ def test_a_freeze_does_not_throw_away_what_the_client_was_asked(local: Local) ->
 def test_a_worker_that_has_no_client_yet_waits_for_it(local: Local) -> None:
     ring, other = two(local)
     local.map(REMOTE, MIB, None)
-    tensor = ring.ok(abi.tensor_create, DType.UINT8, (10,))
-    ring.post(abi.copy_in(ring.next_cookie(), tensor, 0, far(10)))
-    ring.submit()
+    begin_copy(ring, 10)
     wait_for(lambda: local.state.u32[s.cursor_word(0) + s.C_PHASE], "the command to begin")
     assert other.do(abi.nop).status == 0
     assert not ring.ready()
@@ -149,9 +148,7 @@ def test_a_worker_that_has_no_client_yet_waits_for_it(local: Local) -> None:
 def test_a_client_that_leaves_answers_no_more(local: Local) -> None:
     ring, _ = two(local)
     client = Client(local)
-    tensor = ring.ok(abi.tensor_create, DType.UINT8, (10,))
-    ring.post(abi.copy_in(ring.next_cookie(), tensor, 0, far(10)))
-    ring.submit()
+    begin_copy(ring, 10)
     wait_for(lambda: client.asked, "the request")
     client.remote.attach(None)
     local.wait(ring.ready)

@@ -235,13 +235,19 @@ def test_deaths_over_one_message_do_not_count_for_the_next(
         assert bench.receive()[0] == 0
 
 
-def test_descriptors_of_half_a_message_outlive_the_worker(bench: Bench) -> None:
-    """They were swept, and the rest of the message killed worker after worker."""
+def half_a_map(bench: Bench) -> bytes:
+    """Send the first 20 bytes of a DMA_MAP, and its descriptor; returns all of the message."""
     fd = memfd("half", 4096)
     raw = encode_command(7, Command.DMA_MAP, dma_map(BASE, 4096))
     socket.send_fds(bench.client, [raw[:20]], [fd])
     os.close(fd)
     bench.serve()
+    return raw
+
+
+def test_descriptors_of_half_a_message_outlive_the_worker(bench: Bench) -> None:
+    """They were swept, and the rest of the message killed worker after worker."""
+    raw = half_a_map(bench)
     bench.fresh()
     bench.attach()
     bench.client.send(raw[20:])
@@ -251,11 +257,7 @@ def test_descriptors_of_half_a_message_outlive_the_worker(bench: Bench) -> None:
 
 
 def test_a_lost_descriptor_ends_the_connection_and_not_the_worker(bench: Bench) -> None:
-    fd = memfd("lost", 4096)
-    raw = encode_command(7, Command.DMA_MAP, dma_map(BASE, 4096))
-    socket.send_fds(bench.client, [raw[:20]], [fd])
-    os.close(fd)
-    bench.serve()
+    raw = half_a_map(bench)
     bench.told()
     for kept in bench.kept.values():
         os.close(kept)
