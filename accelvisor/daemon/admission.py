@@ -38,6 +38,22 @@ async def admit(functions: Functions, function: Function) -> None:
     await function_link.call(paths.holder_socket, "admit", {"peer": peer(function.domain_uuid)})
 
 
+async def take(
+    functions: Functions, function: Function, domain: str, domain_uuid: str, how: str = ""
+) -> Function:
+    """Give a function that nobody has to a domain, in the store. The caller holds the lock, and
+    calls :func:`admit` next.
+
+    Raises:
+        ConflictError: its state is none in which it can be taken.
+    """
+    taken = replace(function, domain=domain, domain_uuid=domain_uuid)
+    taken = taken.with_state(move(function.state, Event.TAKEN, function.name))
+    words = f"{function.name} goes to domain {domain}{how}"
+    await functions.registry.commit(taken, "function-attaching", words)
+    return taken
+
+
 async def follow(functions: Functions, function: Function) -> None:
     """:func:`admit` where the owner is a fact that no failure here can change: then whom the
     function lets in is right again with the next owner or process, and until then it is reported.
@@ -85,10 +101,7 @@ async def _prepare(
         if function.domain_uuid is not None:
             await admit(functions, function)
             return function, False
-        taken = replace(function, domain=domain, domain_uuid=domain_uuid)
-        taken = taken.with_state(move(function.state, Event.TAKEN, function.name))
-        words = f"{function.name} goes to domain {domain}, which is starting"
-        await functions.registry.commit(taken, "function-attaching", words)
+        taken = await take(functions, function, domain, domain_uuid, ", which is starting")
         try:
             await admit(functions, taken)
         except AccelvisorError as error:

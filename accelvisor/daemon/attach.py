@@ -51,17 +51,13 @@ async def attach(
     async def verb() -> Attachment:
         async with functions.lock(uuid):
             function = functions.registry.find(uuid)
-            intended = move(function.state, Event.TAKEN, function.name)
+            move(function.state, Event.TAKEN, function.name)  # before anybody is asked
             target = await links.call(lambda port: port.get(domain))
             request = _request(functions, target, function, live, persistent)
             _require_free(function, target, await links.call(lambda port: port.list()))
             await _require_fit(functions, function, target, request)
             if function.domain_uuid is None:
-                taken = replace(function, domain=target.name, domain_uuid=target.uuid)
-                words = f"{function.name} goes to domain {target.name}"
-                await functions.registry.commit(
-                    taken.with_state(intended), "function-attaching", words
-                )
+                await admission.take(functions, function, target.name, target.uuid)
             try:
                 await admission.admit(functions, functions.registry.find(uuid))
                 _require_socket(function, request)
