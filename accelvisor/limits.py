@@ -62,6 +62,9 @@ class Limits:
     window_bytes: int = GIB
     # Private memory of one function: a memfd, taken from the host as it is used.
     memory_bytes: int = 64 * GIB
+    # One file of a VM's memory (a NUMA cell's, or all of it): what the device writes into it is
+    # remembered page by page while the VM moves.
+    guest_file_bytes: int = 256 * GIB
     # Worker restarts within a minute before the holder gives up and answers all-ones.
     worker_restarts_per_minute: int = 30
     # Workers that may crash over one message or command, without bringing it further, before it is
@@ -113,6 +116,20 @@ class Limits:
     hook_s: float = 2.0
     # A domain's XML is some tens of KiB; libvirt itself refuses more than 4 MiB.
     hook_xml_bytes: int = 4 * MIB
+
+    # --- QEMU's bus and private monitor --------------------------------------------------------
+    # What QEMU takes from one helper, and so what it can bring (backends/dbus-vmstate.c).
+    vmstate_bytes: int = MIB
+    # That and the message's header.
+    dbus_message_bytes: int = MIB + 8 * KIB
+    # QEMU stands still while it waits, and gives up after 25 s (GLib's default): we are first.
+    vmstate_s: float = 20.0
+    # A command that needs no guest takes milliseconds; QEMU's main loop may be busy with a device.
+    monitor_command_s: float = 5.0
+
+    # --- frames ----------------------------------------------------------------------------------
+    # Two PEM blocks of 119 bytes each.
+    identity_bytes: int = 4 * KIB
 
 
 LIMITS = Limits()
