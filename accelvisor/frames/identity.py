@@ -178,45 +178,68 @@ class Identity(SigningKey):
 def certificate(
     identity: SigningKey, host: UUID, *, serial: int, not_before_ns: int, not_after_ns: int
 ) -> bytes:
-    """A self-signed certificate (PEM) for mutual TLS. It only carries the key: whoever meets it
-    compares :func:`certificate_key` with the trust document and believes nothing else in it.
+    """A certificate (PEM) for mutual TLS, signed with the key that it carries. It only carries the
+    key: whoever meets it compares :func:`certificate_key` with the trust document and believes
+    nothing else in it.
+
+    Its issuer is the key id, not the subject: OpenSSL takes a self-issued certificate only when it
+    has that very certificate, and a trust document has keys (:func:`anchor`).
 
     Args:
         serial: positive, below 2**159.
         not_before_ns: and ``not_after_ns``, nanoseconds since 1970, cut to whole seconds.
     """
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, str(host))])
     public = identity.private.public_key()
-    usage = x509.KeyUsage(
-        digital_signature=True,
-        content_commitment=False,
-        key_encipherment=False,
-        data_encipherment=False,
-        key_agreement=False,
-        key_cert_sign=False,
-        crl_sign=False,
-        encipher_only=False,
-        decipher_only=False,
-    )
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     builder = (
         x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
+        .subject_name(_name(str(host)))
+        .issuer_name(_name(identity.key_id))
         .public_key(public)
         .serial_number(serial)
         .not_valid_before(_time(not_before_ns))
         .not_valid_after(_time(not_after_ns))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(usage, critical=True)
+        .add_extension(_usage(signs_certificates=False), critical=True)
         .add_extension(both, critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
         .add_extension(
             x509.SubjectAlternativeName([x509.UniformResourceIdentifier(f"urn:uuid:{host}")]),
             critical=False,
         )
     )
     return builder.sign(identity.private, None).public_bytes(Encoding.PEM)
+
+
+def anchor(public: bytes) -> bytes:
+    """What OpenSSL needs (PEM) to take a :func:`certificate` of this raw Ed25519 public key.
+
+    Made by whoever trusts the key, for itself. Nobody checks the signature of a trust anchor
+    (RFC 5280, 6.1.1 d), so it is made with a key that the whole world has.
+
+    Raises:
+        DataError: ``identity-damaged``, it is no Ed25519 public key.
+    """
+    try:
+        key = Ed25519PublicKey.from_public_bytes(public)
+    except ValueError as error:
+        raise _damaged("it is no Ed25519 public key") from error
+    name = _name(key_id(public))
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key)
+        .serial_number(1)
+        .not_valid_before(datetime.datetime(1970, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(signs_certificates=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
+    nobody = Ed25519PrivateKey.from_private_bytes(bytes(KEY_BYTES))
+    return builder.sign(nobody, None).public_bytes(Encoding.PEM)
 
 
 def certificate_key(der: bytes) -> bytes:
@@ -240,6 +263,24 @@ def sealing_public(raw: bytes) -> X25519PublicKey:
         return X25519PublicKey.from_public_bytes(raw)
     except ValueError as error:
         raise _damaged("it is no X25519 public key") from error
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+
+def _usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs_certificates,
+        crl_sign=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def _time(nanoseconds: int) -> datetime.datetime:

@@ -16,6 +16,7 @@ from accelvisor.errors import DataError
 from accelvisor.frames.identity import (
     Identity,
     SigningKey,
+    anchor,
     certificate,
     certificate_key,
     key_id,
@@ -113,8 +114,14 @@ def test_sealing_key_of_another_length_is_refused(raw: bytes) -> None:
         sealing_public(raw)
 
 
-def context(side: int, mine: Identity, theirs: bytes, folder: Path) -> ssl.SSLContext:
-    """TLS 1.3 that trusts exactly one certificate, with OpenSSL's strict rules."""
+def test_what_is_no_key_has_no_anchor() -> None:
+    with pytest.raises(DataError) as caught:
+        anchor(bytes(31))
+    assert caught.value.code == "identity-damaged"
+
+
+def context(side: int, mine: Identity, theirs: Identity, folder: Path) -> ssl.SSLContext:
+    """TLS 1.3 that trusts exactly one key, with OpenSSL's strict rules."""
     made = ssl.SSLContext(side)
     made.minimum_version = ssl.TLSVersion.TLSv1_3
     made.check_hostname = False
@@ -123,7 +130,7 @@ def context(side: int, mine: Identity, theirs: bytes, folder: Path) -> ssl.SSLCo
     path = folder / mine.key_id
     path.write_bytes(certificate(mine, HOST, **LONG) + mine.to_pem())
     made.load_cert_chain(path)
-    made.load_verify_locations(cadata=theirs.decode())
+    made.load_verify_locations(cadata=anchor(theirs.public).decode())
     return made
 
 
@@ -141,8 +148,8 @@ def handshake(client: ssl.SSLContext, server: ssl.SSLContext) -> tuple[ssl.SSLOb
 
 def test_certificates_serve_mutual_tls(tmp_path: Path) -> None:
     a, b = Identity.generate(os.urandom), Identity.generate(os.urandom)
-    client = context(ssl.PROTOCOL_TLS_CLIENT, a, certificate(b, HOST, **LONG), tmp_path)
-    server = context(ssl.PROTOCOL_TLS_SERVER, b, certificate(a, HOST, **LONG), tmp_path)
+    client = context(ssl.PROTOCOL_TLS_CLIENT, a, b, tmp_path)
+    server = context(ssl.PROTOCOL_TLS_SERVER, b, a, tmp_path)
     near, far = handshake(client, server)
     assert certificate_key(near.getpeercert(True) or b"") == b.public
     assert certificate_key(far.getpeercert(True) or b"") == a.public
@@ -151,7 +158,7 @@ def test_certificates_serve_mutual_tls(tmp_path: Path) -> None:
 
 def test_tls_refuses_a_certificate_of_another_key(tmp_path: Path) -> None:
     a, b, thief = (Identity.generate(os.urandom) for _ in range(3))
-    client = context(ssl.PROTOCOL_TLS_CLIENT, a, certificate(b, HOST, **LONG), tmp_path)
-    server = context(ssl.PROTOCOL_TLS_SERVER, thief, certificate(a, HOST, **LONG), tmp_path)
+    client = context(ssl.PROTOCOL_TLS_CLIENT, a, b, tmp_path)
+    server = context(ssl.PROTOCOL_TLS_SERVER, thief, a, tmp_path)
     with pytest.raises(ssl.SSLCertVerificationError):
         handshake(client, server)
