@@ -13,7 +13,8 @@ Three roots answer one question: who can mend it?
     │   ├── ProtocolError      bytes that break a protocol (vfio-user, admin, control)
     │   ├── ProgramError       an uploaded program or command fails validation
     │   ├── NumericError       a kernel met data that it cannot compute with (a label out of range)
-    │   └── StateError         saved state that is damaged or of another version
+    │   ├── StateError         saved state that is damaged or of another version
+    │   └── FrameRefused       a checkpoint that a step of its verification refused
     └── HostError          this host refused or cannot: look at the machine
         ├── CapacityError      not enough of a resource is free
         ├── UnavailableError   a service is not reachable (daemon, libvirt, function process)
@@ -127,6 +128,29 @@ class StateError(DataError):
     """Saved state that is damaged or of another version."""
 
     code = "state-damaged"
+
+
+class FrameRefused(DataError):  # noqa: N818 - reads as the condition it reports
+    """A checkpoint, or a part of it, did not pass verification.
+
+    Args:
+        message: as in :class:`AccelvisorError`, and so are ``code``, ``where`` and ``hint``.
+        step: the step that refused, 1 to 7 (accelvisor.frames.steps); 0 where there is none.
+    """
+
+    code = "frame-refused"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        step: int = 0,
+        code: str | None = None,
+        where: str = "",
+        hint: str = "",
+    ) -> None:
+        super().__init__(message, code=code, where=where, hint=hint)
+        self.step = step
 
 
 class HostError(AccelvisorError):

@@ -111,6 +111,38 @@ class Limits:
     # Verbs that wait for a guest have deadlines of up to 600 s of their own.
     libvirt_patient_s: float = 660.0
 
+    # --- migration and ledger ----------------------------------------------------------------------
+    # A control message carries at most an envelope for each function of a VM.
+    migration_message_bytes: int = 2 * MIB
+    # A manifest is some KiB; each section and signature adds tens of bytes.
+    migration_envelope_bytes: int = 64 * KIB
+    # Functions of one VM that move together: more do not fit behind QEMU's root ports.
+    migration_functions: int = 16
+    # Reasons and hints, shown in virsh's one-line errors.
+    migration_text_chars: int = 1024
+    # Pre-copy rounds: a working set that did not shrink in eight will not in the ninth.
+    migration_rounds: int = 8
+    # The hook waits for an offer while libvirt holds the domain's lock.
+    migration_reserve_s: float = 5.0
+    # A reservation without any progress.
+    migration_progress_s: float = 60.0
+    # How long a pre-copy waits for a broken link.
+    migration_link_s: float = 30.0
+    # QEMU's D-Bus calls end after 25 s, and an ended call cannot be answered.
+    migration_quiesce_s: float = 15.0
+    # Load has the same 25 s; what QEMU sends between Save and Load takes some of it.
+    migration_load_s: float = 20.0
+    # Between two questions to an arbiter that did not answer.
+    migration_retry_s: float = 1.0
+    # How long the source keeps what was committed away while the destination is silent.
+    migration_scrub_s: float = 300.0
+    # One request to one etcd endpoint; a healthy one answers in milliseconds.
+    etcd_request_s: float = 2.0
+    # All endpoints together: an answer must leave time for the other side of a switch-over.
+    etcd_total_s: float = 6.0
+    # An answer of etcd: one range of records of one function.
+    etcd_answer_bytes: int = 4 * MIB
+
     # --- hook ------------------------------------------------------------------------------------
     # libvirt waits for the hook with its domain lock held.
     hook_s: float = 2.0
@@ -130,6 +162,70 @@ class Limits:
     # --- frames ----------------------------------------------------------------------------------
     # Two PEM blocks of 119 bytes each.
     identity_bytes: int = 4 * KIB
+    # What is hashed and kept in memory at once; larger chunks hash no faster.
+    chunk_bytes: int = MIB
+    # 64 GiB of memory in chunks of 64 KiB, sixteen times over in rounds of pre-copy.
+    chunks: int = 1 << 24
+    # The payloads of one checkpoint: the largest memory, sixteen times over in rounds of pre-copy.
+    checkpoint_bytes: int = 1024 * GIB
+    # A manifest is about 1 KiB; the rest is room for the watermarks of its models.
+    manifest_bytes: int = 64 * KIB
+    # Watermarked models of one function; each is about 150 bytes of manifest.
+    manifest_models: int = 256
+    # Who signs a manifest: its host, and as many witnesses as a threshold may ask for.
+    signatures: int = 16
+    # A function frame with the largest number of DMA maps.
+    document_bytes: int = 32 * MIB
+    # Values in one document, all levels together: 8 for each DMA map.
+    document_values: int = 1 << 22
+    # Nesting of a document; the deepest, a context's programs, needs 6.
+    document_depth: int = 16
+    # 1024 hosts with a few keys each, about 300 bytes a key.
+    trust_bytes: int = 2 * MIB
+
+    # --- peers -----------------------------------------------------------------------------------
+    # The largest message is a trust document.
+    peer_frame_bytes: int = 2 * MIB + 64 * KIB
+    # A greeting is some hundred bytes; nobody may send more before we know its version.
+    peer_hello_bytes: int = 4 * KIB
+    # What may be under way on one stream before its receiver took some of it: two of the largest.
+    peer_window_bytes: int = 5 * MIB
+    # A function's states and events share few streams; each costs a counter.
+    peer_channels: int = 16
+    # TLS and greeting take two round trips; who is slower than this holds a connection for nothing.
+    peer_handshake_s: float = 5.0
+    # Of one host, all peers together; each may hold a frame.
+    peer_connections: int = 64
+    # Of one address before it has shown who it is.
+    peer_strangers: int = 16
+    # New connections of one address a second: a handshake costs a millisecond of CPU.
+    peer_connects_per_s: float = 20.0
+    # Requests of one peer a second; a migration makes some tens in all.
+    peer_requests_per_s: float = 200.0
+    # Requests of one peer that wait for an answer.
+    peer_requests: int = 64
+    # Silence after which a peer is asked whether it is there.
+    peer_ping_s: float = 3.0
+    # Silence after which it is not: three questions went unanswered.
+    peer_dead_s: float = 10.0
+    # Bulk connections of one transfer; more than there are cores gain nothing.
+    bulk_streams: int = 8
+    # A transfer that gets nowhere for so long is given up; it can be resumed.
+    bulk_stall_s: float = 10.0
+    # And so is one that is slower than this on average over that time.
+    bulk_floor_bytes: int = 64 * KIB
+    # Ranges of chunks that a receiver tells after a broken connection; what is not told comes again.
+    bulk_ranges: int = 4096
+    # Rounds of pre-copy of one transfer; 8 are usual.
+    bulk_rounds: int = 64
+    # Between the answer that brings a ticket and the connection that shows it lies one round trip.
+    ticket_s: float = 30.0
+    # Tickets that wait; a transfer has one for each connection.
+    tickets: int = 256
+    # A join code is read from one screen and typed on another.
+    join_code_s: float = 900.0
+    # Wrong answers to one join code; it has 128 bits, so this only keeps the log short.
+    join_attempts: int = 5
 
 
 LIMITS = Limits()
