@@ -141,10 +141,11 @@ async def _exchange(
     request = {"method": method, "parameters": dict(parameters or {})}
     writer.write(json.dumps(request).encode() + b"\0")
     await writer.drain()
-    return _parse((await reader.readuntil(b"\0"))[:-1], where)
+    return parse_reply((await reader.readuntil(b"\0"))[:-1], where)
 
 
-def _parse(raw: bytes, where: str) -> dict[str, Any]:
+def parse_reply(raw: bytes, where: str) -> dict[str, Any]:
+    """The parameters of a reply. Raises ProtocolError, FunctionFailure."""
     try:
         reply = json.loads(raw)
     except (ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
 import uuid as uuid_module
 from collections import defaultdict
@@ -316,6 +317,7 @@ class Functions:
             "control_socket": str(paths.control_socket),
             "socket_group": self.socket_group,
             "peer": peer(function.domain_uuid) or "",
+            "keeper": os.geteuid(),
         }
 
     def _profile(self, name: str) -> Profile:

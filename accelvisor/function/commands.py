@@ -9,6 +9,7 @@ milliseconds at most, whatever the guest asks for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from accelvisor.abi import commands as abi
@@ -28,7 +29,7 @@ from accelvisor.function.objects import (
     Refused,
     check_shape,
 )
-from accelvisor.function.pauses import Pauses
+from accelvisor.function.pauses import Pauses, marking
 from accelvisor.function.query import Queries
 from accelvisor.function.state import State
 from accelvisor.kernels.declare import BYTES_PER_CYCLE, ISSUE_CYCLES
@@ -329,6 +330,8 @@ class Commands:
             part = self._memory.view[device : device + m.length]
             dma = self._dma
             if (dma.write_files if write else dma.read_files)(m.address, part):
+                if not write:
+                    self._memory.wrote(device, m.length)
                 return self._copied(m.length, write)
         return self._copy_spans(where, m, device, write)
 
@@ -351,8 +354,11 @@ class Commands:
             at = max(0, min(count, skip - passed))
             while at < count:
                 step = stride(address + at, min(count - at, _COPY_STEP))
-                part = view[device + passed + at : device + passed + at + step]
-                yield from self._move(m.space, address + at, part, write=write)
+                here = device + passed + at
+                moving = self._move(m.space, address + at, view[here : here + step], write=write)
+                if not write:
+                    moving = marking(moving, partial(self._memory.wrote, here, step))
+                yield from moving
                 at += step
                 if at < count:
                     self._u64[done_at] = passed + at

@@ -1,7 +1,8 @@
 """The control socket: what the daemon asks a worker, one request at a time.
 
 Framing (docs/contracts.md section 2): a JSON object and a NUL; the answer is ``{"parameters":
-...}`` or ``{"error": {code, message, where, hint}}``.
+...}`` or ``{"error": {code, message, where, hint}}``. Descriptors come with the bytes of a request,
+and go with those of an answer.
 """
 
 from __future__ import annotations
@@ -11,23 +12,30 @@ import os
 import selectors
 import socket
 import threading
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import msgspec
 
 from accelvisor.errors import AccelvisorError, ProtocolError, UsageError
 from accelvisor.function import state as s
 from accelvisor.function.endpoints import open_descriptors
-from accelvisor.function.requests import taken
+from accelvisor.function.moving import Moving
+from accelvisor.function.requests import allowed, reply, taken
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.model import Refusal
 from accelvisor.vfio_user.protocol import MigState
+from accelvisor.vfio_user.wire import close_fds
 
 if TYPE_CHECKING:
     from accelvisor.function.device import Device
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+#: From parameters and descriptors to those of the reply.
+Method: TypeAlias = Callable[
+    [Mapping[str, Any], Sequence[int]], tuple[dict[str, Any], list[int]]
+]
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True):
@@ -38,31 +46,58 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
 
 
 _DECODER = msgspec.json.Decoder(Request)
+_MOST_FDS = 8
+
+
+class _Client:
+    """Of one connection: what came and is not answered yet."""
+
+    def __init__(self) -> None:
+        self.buffer = bytearray()
+        self.fds: list[int] = []
+
+    def drop_fds(self) -> None:
+        """Close the descriptors that came."""
+        close_fds(self.fds)
+        self.fds = []
 
 
 class Control:
     """Serves the listening socket until the process ends.
 
     Args:
-        connected: whether a client is connected now.
         sandbox: which measures are active, for ``status``.
+        tell: sends a message with descriptors to the holder.
     """
 
     def __init__(
-        self, device: Device, listener: socket.socket, sandbox: Mapping[str, bool]
+        self,
+        device: Device,
+        listener: socket.socket,
+        sandbox: Mapping[str, bool],
+        tell: Callable[[bytes, tuple[int, ...]], None],
     ) -> None:
         self._device = device
         self._listener = listener
         self._sandbox = sandbox
-        self._buffers: dict[socket.socket, bytearray] = {}
+        self._clients: dict[socket.socket, _Client] = {}
         self._selector = selectors.DefaultSelector()
-        self._methods = {
-            "status": self._status,
-            "freeze": self._freeze,
-            "thaw": self._thaw,
-            "reset": self._reset,
-            "statistics": lambda: self._device.queries.statistics(),
-            "objects": lambda: {"contexts": self._device.queries.objects()},
+        moving = Moving(device, tell)
+        self._methods: dict[str, Method] = {
+            "status": _plain(self._status),
+            "freeze": _plain(self._freeze),
+            "thaw": _plain(self._thaw),
+            "reset": _plain(self._reset),
+            "statistics": _plain(lambda: self._device.queries.statistics()),
+            "objects": _plain(lambda: {"contexts": self._device.queries.objects()}),
+            "describe": _plain(moving.describe),
+            "migrate": _with("to", str, moving.walk),
+            "fence": _with("on", bool, moving.fence),
+            "track": _with("on", bool, moving.track),
+            "moved": _plain(moving.moved),
+            "digests": _plain(moving.digests),
+            "extents": lambda _parameters, _fds: moving.extents(),
+            "load": lambda _parameters, fds: (moving.load(fds), []),
         }
 
     def start(self) -> None:
@@ -87,31 +122,39 @@ class Control:
             client, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._buffers) >= LIMITS.admin_clients:
+        if len(self._clients) >= LIMITS.admin_clients or not allowed(
+            client, self._device.spec.keeper
+        ):
             client.close()
             return
         client.settimeout(LIMITS.control_reply_s)
-        self._buffers[client] = bytearray()
+        self._clients[client] = _Client()
         self._selector.register(client, selectors.EVENT_READ)
 
     def _receive(self, client: socket.socket) -> None:
+        known = self._clients[client]
         try:
-            data = client.recv(65536, socket.MSG_DONTWAIT)
+            data, fds, flags, _ = socket.recv_fds(client, 65536, _MOST_FDS, socket.MSG_DONTWAIT)
+            known.fds += fds
+            if flags & socket.MSG_CTRUNC or len(known.fds) > _MOST_FDS:
+                data = b""
         except BlockingIOError:
             return
         except OSError:
             data = b""
-        buffer = self._buffers[client]
-        buffer += data
-        for request in taken(buffer) if data else ():
+        known.buffer += data
+        for request in taken(known.buffer) if data else ():
             try:
-                client.sendall(answer(request, self._methods) + b"\0")
+                text, given = answer(request, self._methods, known.fds)
+                known.drop_fds()
+                reply(client, text + b"\0", given)
             except OSError:
                 data = b""
                 break
-        if not data or len(buffer) > LIMITS.admin_message_bytes:
+        if not data or len(known.buffer) > LIMITS.admin_message_bytes:
             self._selector.unregister(client)
-            del self._buffers[client]
+            known.drop_fds()
+            del self._clients[client]
             client.close()
 
     # --- methods ----------------------------------------------------------------------------------
@@ -130,6 +173,7 @@ class Control:
                     (s.FREEZE_CONTROL, "control"),
                     (s.FREEZE_MIGRATION, "migration"),
                     (s.FREEZE_DETACHED, "detached"),
+                    (s.FREEZE_FENCED, "fenced"),
                 )
                 if u32[s.R_FREEZE] & bit
             ],
@@ -156,8 +200,35 @@ class Control:
         return {"resets": self._device.state.u32[s.R_RESETS]}
 
 
-def answer(raw: bytes, methods: dict[str, Any]) -> bytes:
-    """The reply to one request's JSON."""
+def _plain(call: Callable[[], dict[str, Any]]) -> Method:
+    """A method without parameters."""
+
+    def method(parameters: Mapping[str, Any], _: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
+        if parameters:
+            raise UsageError("this method takes no parameters", where="control")
+        return call(), []
+
+    return method
+
+
+def _with(name: str, kind: type[T], call: Callable[[T], dict[str, Any]]) -> Method:
+    """A method with one parameter."""
+
+    def method(parameters: Mapping[str, Any], _: Sequence[int]) -> tuple[dict[str, Any], list[int]]:
+        value = parameters.get(name)
+        if set(parameters) != {name} or not isinstance(value, kind):
+            raise UsageError(
+                f"this method takes one parameter: {name}, a {kind.__name__}", where="control"
+            )
+        return call(value), []
+
+    return method
+
+
+def answer(
+    raw: bytes, methods: Mapping[str, Method], fds: Sequence[int] = ()
+) -> tuple[bytes, list[int]]:
+    """The reply to one request's JSON, and the descriptors that go with it."""
     try:
         try:
             request = _DECODER.decode(raw)
@@ -169,12 +240,11 @@ def answer(raw: bytes, methods: dict[str, Any]) -> bytes:
                 f"unknown method {request.method!r}", code="unknown-method", where="control",
                 hint="one of " + ", ".join(sorted(methods)),
             )  # fmt: skip
-        if request.parameters:
-            raise UsageError(f"{request.method} takes no parameters", where="control")
-        return msgspec.json.encode({"parameters": method()})
+        found, given = method(request.parameters, fds)
+        return msgspec.json.encode({"parameters": found}), given
     except (AccelvisorError, Refusal) as error:
-        return msgspec.json.encode({"error": error.to_dict()})
+        return msgspec.json.encode({"error": error.to_dict()}), []
     except Exception as error:
         log.exception("control request failed")
         fields = {"code": "internal", "message": str(error), "where": "control", "hint": ""}
-        return msgspec.json.encode({"error": fields})
+        return msgspec.json.encode({"error": fields}), []

@@ -33,6 +33,7 @@ from accelvisor.function.registers import Registers
 from accelvisor.function.remote import RemoteDma
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import State
+from accelvisor.function.track import Track
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.model import DeviceInfo, IrqInfo, Refusal, RegionInfo
 from accelvisor.vfio_user.protocol import (
@@ -62,16 +63,23 @@ class Device:
     """
 
     def __init__(
-        self, spec: Spec, state: State, window_fd: int, memory_fd: int, descriptors: Descriptors
+        self,
+        spec: Spec,
+        state: State,
+        window_fd: int,
+        memory_fd: int,
+        track_fd: int,
+        descriptors: Descriptors,
     ) -> None:
         self.spec = spec
         self.state = state
         self.descriptors = descriptors
         self.incoming: dict[int, int] = {}
-        self._window_fd = window_fd
+        self.window_fd = window_fd
         self._window_map = mmap.mmap(window_fd, spec.window_bytes)
         self.window = memoryview(self._window_map)
         memory_map = mmap.mmap(memory_fd, spec.memory_bytes)
+        self.memory_fd = memory_fd
         if state.u32[s.N_LOADING]:
             # Half a loaded state is none: its records must not be believed. A reset leads on.
             state.zero(s.QUEUES_AT, s.DIGEST_END - s.QUEUES_AT)
@@ -81,18 +89,20 @@ class Device:
         self.maps = AddressMap(state, descriptors.files)
         self.engine = Engine(state, self._reset_on_engine)
         self.remote = RemoteDma(self.engine.nudge, starts * 4099)
-        self.memory = Memory(memory_map, spec.memory_bytes)
+        self.track = Track(state, track_fd, spec.memory_bytes)
+        self.memory = Memory(memory_map, spec.memory_bytes, self.track)
         self.objects = Objects(state, self.memory)
         self.contexts = Contexts(state)
         self.migration = Migration(self)
-        self._dma_lock = threading.Lock()
+        self.dma_lock = threading.Lock()
         self.dma = Dma(
             self.maps,
             descriptors.files,
             self.remote,
             lambda: self.config.bus_master,
             self.migration.wrote,
-            self._dma_lock,
+            self.dma_lock,
+            self.track.file,
         )
         self.pool = Pool(spec.cores)
         codes = Codes(self.engine.nudge)
@@ -167,6 +177,13 @@ class Device:
             lane.drop()
             self.commands.reclaim(lane.where)
 
+    def replace_memory(self, fd: int) -> None:
+        """Another file is device memory from here on; its content must be described by the state
+        that is loaded next. Takes ownership of ``fd``.
+        """
+        self.memory.replace(mmap.mmap(fd, self.spec.memory_bytes))
+        self.memory_fd = fd
+
     # --- a client comes and goes ------------------------------------------------------------------
 
     def connected(self) -> None:
@@ -178,6 +195,7 @@ class Device:
             # and STATUS says so; the client need not wait for its greeting, and we must not die.
             log.info("the reset for a new client goes on")
         self.migration.reset()
+        self.track.stop()
         self.config.reset()
         self.clear_window()
         self.state.u32[s.R_MASK] = 0
@@ -214,7 +232,7 @@ class Device:
             return RegionInfo(index, _RW, BAR0_BYTES)
         if index == BAR_WINDOW:
             return RegionInfo(
-                index, _RW | RegionFlag.MMAP, self.spec.window_bytes, self._window_fd
+                index, _RW | RegionFlag.MMAP, self.spec.window_bytes, self.window_fd
             )
         if index == _CONFIG:
             return RegionInfo(index, _RW, CONFIG_BYTES)
@@ -253,11 +271,11 @@ class Device:
             os.close(fd)
             if slot not in self.descriptors.files:
                 raise Refusal(errno.EINVAL, "a map's descriptor is no regular file", where="dma")
-        with self._dma_lock:
+        with self.dma_lock:
             self.maps.map(address, size, flags, offset, slot)
 
     def dma_unmap(self, address: int, size: int, flags: int) -> None:
-        with self._dma_lock:
+        with self.dma_lock:
             if flags & UnmapFlag.ALL:
                 self.maps.clear()
             elif size:
@@ -292,10 +310,12 @@ class Device:
 
     def sweep(self, arriving: Sequence[int] = ()) -> None:
         """Let go of descriptors that neither a map nor the interrupt uses, nor a message that is
-        still to come whole.
+        still to come whole. While the VM moves its files are kept: what was written is in there.
         """
         irq = self.state.u32[s.N_IRQ_SLOT] - 1
         busy = {*self.incoming.values(), *arriving}
+        if self.track.on:
+            busy.update(self.descriptors.files)
         for slot in list(self.descriptors.fds):
             if slot != irq and slot not in busy and not self.maps.uses(slot):
                 self.descriptors.drop(slot)

@@ -186,6 +186,10 @@ class AddressMap:
     def __len__(self) -> int:
         return len(self._maps)
 
+    def entries(self) -> list[tuple[int, int, int, int, int, int]]:
+        """(address, bytes, offset, flags, slot, record) of every map, in address order."""
+        return list(self._maps)
+
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """(address, bytes) of every map."""
         return iter([(m[0], m[1]) for m in self._maps])
@@ -338,6 +342,7 @@ class Dma:
             that was answered is never followed by another access.
         bus_master: asked before each transfer.
         wrote: told (address, bytes) after each write to the VM's RAM.
+        writing: told (slot, offset, bytes) before each write to a file; False forbids it.
     """
 
     def __init__(
@@ -348,12 +353,14 @@ class Dma:
         bus_master: Callable[[], bool],
         wrote: Callable[[int, int], None],
         lock: threading.Lock,
+        writing: Callable[[int, int, int], bool] = lambda slot, offset, nbytes: True,
     ) -> None:
         self._maps = maps
         self._files = files
         self._remote = remote
         self._bus_master = bus_master
         self._wrote = wrote
+        self._writing = writing
         self._lock = lock
 
     def check(self, spans: Iterable[tuple[int, int]], write: bool) -> Pauses[None]:
@@ -431,18 +438,22 @@ class Dma:
         with self._lock:
             one = self._maps.single(address, len(source), WRITABLE)
             if one is not None:
-                self._files[one.slot].write_from(one.offset, source)
-                self._wrote(address, one.nbytes)
+                self._store(one, source)
                 return True
             pieces = self._maps.pieces(address, len(source), WRITABLE)
             if any(piece.slot < 0 for piece in pieces):
                 return False
             for piece in pieces:
                 part = source[at : at + piece.nbytes]
-                self._files[piece.slot].write_from(piece.offset, part)
-                self._wrote(piece.address, piece.nbytes)
+                self._store(piece, part)
                 at += piece.nbytes
         return True
+
+    def _store(self, piece: Piece, source: memoryview) -> None:
+        if not self._writing(piece.slot, piece.offset, piece.nbytes):
+            raise DmaFault(CommandStatus.BAD_ADDRESS, "beyond what can be tracked of one file")
+        self._files[piece.slot].write_from(piece.offset, source)
+        self._wrote(piece.address, piece.nbytes)
 
     def _master(self) -> None:
         if not self._bus_master():

@@ -215,6 +215,20 @@ class Frontend:
         self._stop(lane, CommandStatus.BAD_ADDRESS, 0, text)
         return True
 
+    def settle(self) -> None:
+        """Bring the rings in line with the records, as the next step of each queue would: a guest
+        may write what only the device should. The engine stands still.
+        """
+        for lane in self.lanes:
+            status = self._u32[lane.record]
+            if not status or self._u32[lane.cursor + s.C_PHASE]:
+                continue
+            done = self._u32[lane.record + s.Q_DONE]
+            waiting = self._words[lane.sq_tail] - done & _M32
+            if waiting > self._entries:
+                self._overrun(lane, waiting)
+            self._move(lane, done)
+
     def announce_sleep(self, lanes: Sequence[Lane], asleep: bool) -> None:
         """Tell the guest whether a moved tail needs a doorbell."""
         for lane in lanes:

@@ -30,9 +30,9 @@ from accelvisor.function.doors import Doors
 from accelvisor.function.endpoints import listen, memfd, notify_ready, open_descriptors
 from accelvisor.function.giveup import Answerer
 from accelvisor.function.loop import Loop
-from accelvisor.function.requests import Requests
+from accelvisor.function.requests import Answer, Requests
 from accelvisor.function.spec import Spec
-from accelvisor.function.state import FD_SLOTS, STATE_BYTES
+from accelvisor.function.state import FD_SLOTS, STATE_BYTES, TRACK_BYTES
 from accelvisor.function.watchdog import LOOK_S, Watchdog
 from accelvisor.limits import LIMITS
 
@@ -98,12 +98,14 @@ class Holder:
             {
                 "status": self._status,
                 "admit": self._doors.admit,
+                "lend": self._lend,
                 "kill-worker": self._kill_worker,
                 "give-up": self._asked_to_give_up,
                 "shutdown": self._shutdown,
             },
             self._loop.watch,
             self._loop.forget,
+            spec.keeper,
         )
         self._doors.open()
         try:
@@ -117,6 +119,7 @@ class Holder:
             memfd("state", STATE_BYTES),
             memfd("window", spec.window_bytes),
             memfd("memory", spec.memory_bytes),
+            memfd("track", TRACK_BYTES),
         )
         self._watchdog = Watchdog(self._memfds[0])
 
@@ -243,6 +246,8 @@ class Holder:
             self._kept[argument] = fds.pop()
         elif kind == ch.DROP:
             self._drop(argument)
+        elif kind == ch.MEMORY and len(fds) == 1:
+            self._adopt_memory(fds.pop())
         elif kind == ch.GONE and argument == self._number:
             self._disconnect()
         elif kind == ch.HERE:
@@ -256,6 +261,15 @@ class Holder:
                 notify_ready(f"serves a function of profile {self._spec.profile}")
         for fd in fds:
             os.close(fd)
+
+    def _adopt_memory(self, fd: int) -> None:
+        """A loaded state brought device memory of its own."""
+        if os.fstat(fd).st_size != self._spec.memory_bytes:
+            os.close(fd)
+            return
+        state, window, memory, track = self._memfds
+        os.close(memory)
+        self._memfds = state, window, fd, track
 
     def _worker_died(self, link: socket.socket) -> None:
         self._loop.forget(link.fileno())
@@ -409,6 +423,12 @@ class Holder:
         self._for_good = True
         self._give_up("asked to")
         return {"gave_up": self._gave_up}
+
+    def _lend(self, *_: object) -> Answer:
+        """The function's memory, to be copied: read-only but for the marks of what was written."""
+        *read_only, track = self._memfds
+        fds = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) for fd in read_only]
+        return Answer({"files": ["state", "window", "memory", "track"]}, [*fds, os.dup(track)])
 
     def _shutdown(self, *_: object) -> dict[str, Any]:
         self._stop()

@@ -79,6 +79,14 @@ class Interrupts:
             if fd is not None and self._u32[s.R_CAUSE] & ~self._u32[s.R_MASK]:
                 self._raise()
 
+    def again(self) -> None:
+        """Send the MSI once more if a cause is pending: the last one may have been lost with a VM
+        that was stopped before it was delivered.
+        """
+        with self._lock:
+            if self._u32[s.R_CAUSE] & ~self._u32[s.R_MASK]:
+                self._raise()
+
     def clear(self) -> None:
         """Forget causes and mask, as a reset does."""
         with self._lock:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from accelvisor.errors import ProgramError
 from accelvisor.function import state as s
 from accelvisor.function.cache import Cache
 from accelvisor.function.objects import TENSOR, Memory, Object, Objects, Refused
-from accelvisor.function.pauses import Pauses
+from accelvisor.function.pauses import Pauses, marking
 from accelvisor.function.placement import lower_priority
 from accelvisor.function.pool import Pool
 from accelvisor.function.state import State
@@ -175,8 +176,11 @@ class Step:
     operation: kernels.PlannedOperation
     arrays: list[Array]
     hazards: tuple[int, ...]
+    #: (address, bytes) of the operands that are written
+    written: tuple[tuple[int, int], ...] = ()
     #: with hazards: the arrays with scratch in their place, once scratch is allocated
     safe: list[Array] = field(default_factory=list)
+    scratch: tuple[int, int] = (0, 0)  # (address, bytes) of these
     #: seconds that a tile took when it was last looked at; 0 before
     tile_s: float = 0.0
 
@@ -275,7 +279,8 @@ class Launcher:
         hazards = tuple(
             p for p in operation.reads if any(_overlap(spans[slots[p]], w) for w in written)
         )
-        return Step(operation, [views[slot] for slot in slots], hazards)
+        into = tuple((low, high - low) for low, high in written)
+        return Step(operation, [views[slot] for slot in slots], hazards, into)
 
     def place(self, launch: Launch, scratch: int) -> None:
         """Lay the snapshots of each step out in scratch memory at device address ``scratch``."""
@@ -288,6 +293,7 @@ class Launcher:
                 array = step.arrays[p]
                 step.safe[p] = np.ndarray(array.shape, array.dtype, self._memory.map, at)
                 at = aligned(at + array.nbytes)
+            step.scratch = (scratch, at - scratch)
 
     def run(
         self, launch: Launch, cursor: int, repeat: int, attention: Callable[[], bool]
@@ -319,22 +325,28 @@ class Launcher:
                     if u64[mark] != key:
                         # Until the mark is there it may be copied again, as often as need be.
                         for p in step.hazards:
-                            yield from _snapshot(arrays[p], step.arrays[p], attention)
+                            copying = _snapshot(arrays[p], step.arrays[p], attention)
+                            yield from marking(copying, partial(self._memory.wrote, *step.scratch))
                         u64[mark] = key
                         self._state.count("snapshots")
-                while tile < tiles:
-                    if parallel and step.tile_s > _PARALLEL_S and tile + 1 < tiles:
-                        tile = self._side_by_side(step, arrays, base, at, tile, attention)
-                        if tile < tiles:
+                try:
+                    while tile < tiles:
+                        if parallel and step.tile_s > _PARALLEL_S and tile + 1 < tiles:
+                            tile = self._side_by_side(step, arrays, base, at, tile, attention)
+                            if tile < tiles:
+                                self._wrote(step)
+                                yield None
+                            continue
+                        began = clock()
+                        operation.run_tile(arrays, tile)
+                        step.tile_s = clock() - began
+                        tile += 1
+                        u64[at] = base | tile
+                        if attention():
+                            self._wrote(step)
                             yield None
-                        continue
-                    began = clock()
-                    operation.run_tile(arrays, tile)
-                    step.tile_s = clock() - began
-                    tile += 1
-                    u64[at] = base | tile
-                    if attention():
-                        yield None
+                finally:
+                    self._wrote(step)
                 self._state.count("tiles", tiles)
                 index += 1
                 tile = 0
@@ -346,6 +358,10 @@ class Launcher:
             u64[at] = turn << 32
             if attention():
                 yield None
+
+    def _wrote(self, step: Step) -> None:
+        for address, nbytes in step.written:
+            self._memory.wrote(address, nbytes)
 
     def _side_by_side(
         self,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import struct
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,8 @@ class Migration:
         self.dirty = DirtyLog()
         supported = MigrationFlag.STOP_COPY | MigrationFlag.P2P
         self.features = _Persistent(self, Features(self.machine, self.dirty, supported))
+        #: The client's verbs come on the connection's thread, the daemon's on the control socket's.
+        self.lock = threading.RLock()
         self._loading: _Loader | None = None
         self._reader: _Reader | None = None
         self._relog()
@@ -82,13 +85,32 @@ class Migration:
 
     def reset(self) -> None:
         """A device reset leads to RUNNING from every state."""
-        self.machine.reset()
-        self._loading = None
-        self.dirty.stop()
-        self._device.state.u32[s.N_LOGGING] = 0
-        self._device.state.u32[s.N_LOADING] = 0
-        self._store(MigState.RUNNING)
-        self._device.engine.thaw(s.FREEZE_MIGRATION)
+        with self.lock:
+            self.machine.reset()
+            self._loading = None
+            self.dirty.stop()
+            self._device.state.u32[s.N_LOGGING] = 0
+            self._device.state.u32[s.N_LOADING] = 0
+            self._store(MigState.RUNNING)
+            self._device.engine.thaw(s.FREEZE_MIGRATION)
+
+    def fail(self) -> None:
+        """What was being loaded must not be used: only a reset leads on."""
+        self.machine.fail()
+        self._store(MigState.ERROR)
+
+    def install(self, section: bytearray) -> None:
+        """A checked state section takes the place of the state; ``N_LOADING`` is the caller's."""
+        device = self._device
+        u8, u32 = device.state.u8, device.state.u32
+        words = memoryview(section).cast("I")
+        base = s.PCI_AT // 4
+        for kept in (s.R_MIGRATION, s.R_FREEZE, s.R_RESETTING):
+            words[kept - base] = u32[kept]
+        epoch = max(u32[s.R_EPOCH], words[s.R_EPOCH - base]) + 1 & 0xFFFF_FFFF
+        words[s.R_EPOCH - base] = epoch
+        u8[s.PCI_AT : s.DIGEST_END] = section
+        device.reload()
 
     # --- states -----------------------------------------------------------------------------------
 
@@ -146,8 +168,7 @@ class Migration:
         try:
             self._loading.feed(data)
         except StateError as error:
-            self.machine.fail()
-            self._store(MigState.ERROR)
+            self.fail()
             raise Refusal(errno.EINVAL, error.message, where="migration") from error
 
     def _parts(self) -> Iterator[memoryview | bytes]:
@@ -197,6 +218,10 @@ class _Persistent:
 
     def handle(self, flags: int, feature: int, data: bytes) -> bytes:
         """As ``Features.handle``."""
+        with self._migration.lock:
+            return self._handle(flags, feature, data)
+
+    def _handle(self, flags: int, feature: int, data: bytes) -> bytes:
         starting = feature == Feature.DMA_LOGGING_START and flags & FeatureFlag.SET
         if starting and len(data) > s.N_LOGGING_BYTES:
             raise Refusal(errno.E2BIG, "too many logging ranges", where="migration")
@@ -294,16 +319,9 @@ class _Loader:
             check_state(self._section, device.spec)
         except StateError as error:
             raise Refusal(errno.EINVAL, error.message, where="migration") from error
-        u8, u32 = device.state.u8, device.state.u32
-        words = memoryview(self._section).cast("I")
-        base = s.PCI_AT // 4
-        for kept in (s.R_MIGRATION, s.R_FREEZE, s.R_RESETTING):
-            words[kept - base] = u32[kept]
-        epoch = max(u32[s.R_EPOCH], words[s.R_EPOCH - base]) + 1 & 0xFFFF_FFFF
-        words[s.R_EPOCH - base] = epoch
+        u32 = device.state.u32
         u32[s.N_LOADING] = 1
-        u8[s.PCI_AT : s.DIGEST_END] = self._section
-        device.reload()
+        device.migration.install(self._section)
         device.interrupts.set_cause(Interrupt.MOVED)
         u32[s.N_LOADING] = 0
 

@@ -18,6 +18,7 @@ import heapq
 import mmap
 import struct
 from bisect import bisect_left, insort
+from contextlib import suppress
 from dataclasses import dataclass
 
 from accelvisor.abi.dtypes import DType
@@ -26,6 +27,7 @@ from accelvisor.abi.status import CommandStatus
 from accelvisor.function import state as s
 from accelvisor.function.pauses import Pauses, finish
 from accelvisor.function.state import State
+from accelvisor.function.track import Track
 from accelvisor.limits import LIMITS
 
 TENSOR = 1
@@ -70,12 +72,17 @@ class Object:
 
 
 class Memory:
-    """Device memory: first-fit allocation over sorted live extents, and scrubbing."""
+    """Device memory: first-fit allocation over sorted live extents, and scrubbing.
 
-    def __init__(self, mapped: mmap.mmap, nbytes: int) -> None:
+    Who writes into ``view`` or ``map`` says so to ``wrote`` (address, bytes), after the write and
+    before the engine may be frozen.
+    """
+
+    def __init__(self, mapped: mmap.mmap, nbytes: int, track: Track) -> None:
         self.map = mapped
         self.view = memoryview(mapped)
         self.nbytes = nbytes
+        self.wrote = track.memory
         self._live: list[tuple[int, int]] = []
         self._used = 0
 
@@ -119,9 +126,12 @@ class Memory:
         """Zero an extent, in steps; repeatable, and quick over what was scrubbed before."""
         if extent < _PUNCH_BYTES:
             self.view[address : address + extent] = bytes(extent)
+            self.wrote(address, extent)
             return
         for at in range(address, address + extent, _PUNCH_STEP):
-            self.map.madvise(mmap.MADV_REMOVE, at, min(_PUNCH_STEP, address + extent - at))
+            step = min(_PUNCH_STEP, address + extent - at)
+            self.map.madvise(mmap.MADV_REMOVE, at, step)
+            self.wrote(at, step)
             yield None
 
     def extents(self) -> list[tuple[int, int]]:
@@ -132,6 +142,15 @@ class Memory:
         """Forget every extent; the object table is about to be read anew."""
         self._live.clear()
         self._used = 0
+
+    def replace(self, mapped: mmap.mmap) -> None:
+        """Another file is the device's memory from here on; the object table is read anew next."""
+        self.view.release()
+        self.map, old = mapped, self.map
+        self.view = memoryview(mapped)
+        self.forget()
+        with suppress(BufferError):  # arrays of launches that were cached keep it until they go
+            old.close()
 
     def scrub_all(self) -> None:
         """Zero everything, and forget every extent."""
@@ -248,6 +267,7 @@ class Objects:
             address, nbytes, pages(extent), digest.ljust(32, b"\0"),
         )  # fmt: skip
         self._memory.view[address : address + len(content)] = content
+        self._memory.wrote(address, len(content))
         self._state.u32[at // 4] = kind
         self.version += 1
         made = self._load(slot)

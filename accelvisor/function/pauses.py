@@ -7,7 +7,7 @@ has reached stays in the generator, and in the cursor as far as another worker m
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Protocol, TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -24,6 +24,21 @@ class Waiting(Protocol):
 
 Pause: TypeAlias = Waiting | None
 Pauses: TypeAlias = Generator[Pause, None, T]
+
+
+def marking(pauses: Pauses[T], mark: Callable[[], None]) -> Pauses[T]:
+    """The same steps, with ``mark`` called after each of them, before anybody else runs."""
+    try:
+        while True:
+            try:
+                pause = next(pauses)
+            except StopIteration as stop:
+                result: T = stop.value
+                return result
+            mark()
+            yield pause
+    finally:
+        mark()
 
 
 def finish(pauses: Pauses[T]) -> T:

@@ -6,17 +6,49 @@ Standard library only: the holder's.
 from __future__ import annotations
 
 import json
+import os
 import socket
+import struct
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelvisor.errors import AccelvisorError, UsageError
 
 _CLIENTS = 16
 REQUEST_BYTES = 64 * 1024
 
+
+class Answer(NamedTuple):
+    """A reply's parameters, and descriptors that go with it and are closed then."""
+
+    parameters: dict[str, Any]
+    fds: list[int]
+
+
 #: From a request's parameters to those of the reply.
-Method = Callable[[Mapping[str, Any]], dict[str, Any]]
+Method = Callable[[Mapping[str, Any]], "dict[str, Any] | Answer"]
+
+
+def allowed(client: socket.socket, keeper: int) -> bool:
+    """Whether a client may give orders: root, and the user ``keeper``. Functions share a user that
+    is neither, and must not reach each other's memory.
+    """
+    credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] in (0, keeper)
+
+
+def reply(client: socket.socket, data: bytes, fds: list[int]) -> None:
+    """Send a reply with its descriptors, which are closed. Raises OSError."""
+    try:
+        if fds:
+            data = data[socket.send_fds(client, [data], fds) :]
+        client.sendall(data)
+    finally:
+        for fd in fds:
+            os.close(fd)
+
+
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 def taken(buffer: bytearray) -> Iterator[bytes]:
@@ -35,6 +67,7 @@ class Requests:
         methods: what can be asked; each may raise an AccelvisorError.
         watch: calls back when a descriptor is readable.
         forget: stops that.
+        keeper: the user that may ask, beside root.
     """
 
     def __init__(
@@ -43,11 +76,13 @@ class Requests:
         methods: Mapping[str, Method],
         watch: Callable[[int, Callable[[], None]], None],
         forget: Callable[[int], None],
+        keeper: int,
     ) -> None:
         self._listener = listener
         self._methods = methods
         self._watch = watch
         self._forget = forget
+        self._keeper = keeper
         self._clients: dict[int, tuple[socket.socket, bytearray]] = {}
         watch(listener.fileno(), self._accept)
 
@@ -56,7 +91,7 @@ class Requests:
             client, _ = self._listener.accept()
         except OSError:
             return
-        if len(self._clients) >= _CLIENTS:
+        if len(self._clients) >= _CLIENTS or not allowed(client, self._keeper):
             client.close()
             return
         client.setblocking(False)
@@ -76,7 +111,8 @@ class Requests:
         try:
             for request in taken(buffer) if data else ():
                 # Answers are small: a client whose socket is full does not read, and is dropped.
-                client.sendall(json.dumps(self.answer(request)).encode() + b"\0")
+                answer, fds = self.answer(request)
+                reply(client, json.dumps(answer).encode() + b"\0", fds)
         except OSError:
             data = b""
         if not data or len(buffer) > REQUEST_BYTES:
@@ -84,8 +120,8 @@ class Requests:
             del self._clients[fd]
             client.close()
 
-    def answer(self, raw: bytes) -> dict[str, Any]:
-        """The reply to one request's JSON."""
+    def answer(self, raw: bytes) -> tuple[dict[str, Any], list[int]]:
+        """The reply to one request's JSON, and its descriptors."""
         try:
             try:
                 request = json.loads(raw)
@@ -97,6 +133,8 @@ class Requests:
                     where="holder",
                     hint="methods: " + ", ".join(self._methods),
                 ) from error
-            return {"parameters": call(parameters)}
+            found = call(parameters)
+            answer = found if isinstance(found, Answer) else Answer(found, [])
+            return {"parameters": answer.parameters}, answer.fds
         except AccelvisorError as error:
-            return {"error": error.to_dict()}
+            return {"error": error.to_dict()}, []

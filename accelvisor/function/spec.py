@@ -21,13 +21,14 @@ from accelvisor.limits import KIB, LIMITS
 _SOCKET_PATH_BYTES = 107
 #: How libvirt calls the AppArmor profile of a domain, and we the socket of that domain's QEMU.
 PEER = re.compile("libvirt-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_OPTIONAL = ("socket_group", "peer")
+_OPTIONAL = ("socket_group", "peer", "keeper")
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
     """One function. Sizes in bytes; ``socket_group`` is QEMU's group, empty for none; ``peer`` is
-    the profile of the VM whose QEMU may connect (:mod:`accelvisor.function.doors`), empty for none.
+    the profile of the VM whose QEMU may connect (:mod:`accelvisor.function.doors`), empty for none;
+    ``keeper`` is the user that, beside root, may ask things on holder.sock and control.sock.
     """
 
     uuid: str
@@ -43,6 +44,7 @@ class Spec:
     control_socket: str
     socket_group: str = ""
     peer: str = ""
+    keeper: int = 0
 
     @property
     def layout(self) -> WindowLayout:
@@ -75,7 +77,7 @@ def parse(fields: object, *, where: str = "spec") -> Spec:
     for name, declared in known.items():
         if name not in fields and name not in _OPTIONAL:
             raise _bad(where, f"field {name!r} is missing")
-        value = fields.get(name, "")
+        value = fields.get(name, os.geteuid() if name == "keeper" else "")
         wanted = int if declared.type == "int" else str
         if type(value) is not wanted:
             raise _bad(where, f"field {name!r} must be {wanted.__name__}, it is {value!r}")
@@ -117,6 +119,7 @@ def _check(values: Mapping[str, int | str], where: str) -> None:
         canonical = ""
     if canonical != values["uuid"]:
         raise _bad(where, f"field 'uuid' is no lower-case UUID: {values['uuid']!r}")
+    number("keeper", 0, 2**32 - 1)
     number("cores", 1, 256)
     number("chips", 1, 256)
     number("memory_bytes", PAGE, LIMITS.memory_bytes)

@@ -62,6 +62,13 @@ TX_AT = RX_DATA_AT + _up(LIMITS.vfio_message_bytes)
 TX_DATA_AT = TX_AT + _PAGE
 STATE_BYTES = TX_DATA_AT + _up(LIMITS.vfio_message_bytes)
 
+# --- the track memfd (track.py): a byte a page, of device memory, then of each client file -------
+
+TRACK_MEMORY_BYTES = LIMITS.memory_bytes // _PAGE
+TRACK_FILE_BYTES = LIMITS.guest_file_bytes // _PAGE
+#: Nearly all of it is holes: only marks that are set take memory.
+TRACK_BYTES = TRACK_MEMORY_BYTES + FD_SLOTS * TRACK_FILE_BYTES
+
 # --- header: 64-bit words -------------------------------------------------------------------------
 
 H_MAGIC = HEADER_AT // 8
@@ -85,6 +92,7 @@ R_CLOCK64 = (REGS_AT + 64) // 8  # cycles of queues that are disabled by now
 FREEZE_CONTROL = 1  # asked for on the control socket
 FREEZE_MIGRATION = 2  # the device state is neither RUNNING nor PRE_COPY
 FREEZE_DETACHED = 4  # no client is connected
+FREEZE_FENCED = 8  # the daemon says who owns the function, and so far it is not here
 
 # --- queue records: words relative to queue_word(q) -----------------------------------------------
 
@@ -152,6 +160,7 @@ N_STREAM_START64 = N_STREAM64 + 1  # the same, before the message in flight
 N_LOGGING = N + 32  # bytes of the request that began dirty page logging, 0 while it is off
 N_FAILED = N + 33  # 1 while the migration state is ERROR, whose number is 0
 N_LOADING = N + 35  # 1 while a loaded state takes the place of the old one
+N_TRACKING = N + 36  # 1 while what the device writes is tracked (track.py)
 N_AGREEMENT = N + 34  # bytes of the negotiated agreement
 N_AGREEMENT_AT = CONNECTION_AT + 256
 N_AGREEMENT_BYTES = 768

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from accelvisor.abi.commands import Opcode
 from accelvisor.abi.dtypes import DType
-from accelvisor.abi.registers import PAGE, QueueStatus
+from accelvisor.abi.registers import CQ_TAIL, PAGE, SQ_HEAD, SQ_TAIL, QueueStatus
 from accelvisor.errors import StateError
 from accelvisor.function import state as s
 from accelvisor.function.objects import PROGRAM, RECORD, TENSOR
@@ -81,6 +81,12 @@ def _check_queue(
         raise _bad(f"queue {queue} claims context {context - 1}")
     if words[record + s.Q_CLOSING] > 2 or words[cursor + s.C_PHASE] > s.PHASE_RESULT:
         raise _bad(f"queue {queue} is in an unknown phase")
+    phase, done = words[cursor + s.C_PHASE], words[record + s.Q_DONE]
+    published = words[cursor + s.C_INDEX] + 1 & 0xFFFF_FFFF
+    if (phase and words[cursor + s.C_INDEX] != done) and (
+        phase != s.PHASE_RESULT or done != published
+    ):
+        raise _bad(f"queue {queue} completed {done} commands and works on number {published - 1}")
     intent = words[cursor + s.C_INTENT]
     most = _INTENTS.get(words[cursor + s.C_ENTRY] & 0xFFFF, 0)
     if words[cursor + s.C_BINDINGS] > s.SLOTS + 1 or intent > most:
@@ -89,6 +95,33 @@ def _check_queue(
     address, size = (words[at + n] | words[at + n + 1] << 32 for n in (0, 2))
     if size:
         extents.append((address, size))
+
+
+def check_rings(
+    section: bytes | bytearray | memoryview, window: memoryview, spec: Spec
+) -> None:
+    """Do the rings in a window (all of its bytes) agree with the queue records? A source that was
+    stopped properly has seen to it (``Frontend.settle``).
+
+    Raises:
+        StateError: heads, tails and records contradict each other.
+    """
+    words = memoryview(section).cast("I")
+    ring = window.cast("B").cast("I")
+    layout = spec.layout
+    for queue in range(spec.queues):
+        record = s.queue_word(queue) - s.PCI_AT // 4
+        cursor = s.cursor_word(queue) - s.PCI_AT // 4
+        status = words[record + s.Q_STATUS]
+        if not status or words[cursor + s.C_PHASE]:
+            continue
+        control = layout.control(queue)
+        done = words[record + s.Q_DONE]
+        head, completed, tail = (ring[(control + n) // 4] for n in (SQ_HEAD, CQ_TAIL, SQ_TAIL))
+        if head != done or completed != done:
+            raise _bad(f"queue {queue} completed {done}, its rings say {head} and {completed}")
+        if status == QueueStatus.ENABLED and (tail - done & 0xFFFF_FFFF) > layout.entries:
+            raise _bad(f"the tail of queue {queue} is beyond its ring")
 
 
 def _check_object(

@@ -53,6 +53,7 @@ class Inherited(NamedTuple):
     state: int
     window: int
     memory: int
+    track: int
     pipe: tuple[int, int]
     connection: socket.socket | None
     number: int
@@ -77,7 +78,12 @@ class Worker:
         self._tell = teller(inherited.channel)
         self._descriptors = Descriptors(self._tell, inherited.held)
         self._device = Device(
-            spec, self._state, inherited.window, inherited.memory, self._descriptors
+            spec,
+            self._state,
+            inherited.window,
+            inherited.memory,
+            inherited.track,
+            self._descriptors,
         )
         self._device.frontend.points = blame.CRASH if inherited.crashed else blame.KILL
         self._connection: socket.socket | None = None
@@ -97,7 +103,7 @@ class Worker:
         # could need DMA by messages.
         self._state.u32[s.R_FREEZE] |= s.FREEZE_DETACHED
         self._device.start()
-        Control(self._device, self._given.control, self._sandbox).start()
+        Control(self._device, self._given.control, self._sandbox, self._tell).start()
         self._tell(pack(READY), ())
         if self._given.connection is not None:
             self._attach(self._given.connection, self._given.number)

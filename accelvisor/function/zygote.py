@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from accelvisor.function.spec import Spec
     from accelvisor.function.worker import Inherited
 
-#: channel, control, state, window, memory, pipe out, pipe in
-_FIXED = 7
+#: channel, control, state, window, memory, track, pipe out, pipe in
+_FIXED = 8
 _FORK_PAUSE_S = 0.25
 
 
@@ -133,7 +133,8 @@ def _inherited(
         state=fds[2],
         window=fds[3],
         memory=fds[4],
-        pipe=(fds[5], fds[6]),
+        track=fds[5],
+        pipe=(fds[6], fds[7]),
         connection=connection,
         number=number,
         held=dict(zip(slots, rest, strict=True)),

@@ -39,7 +39,7 @@ from accelvisor.abi.registers import (
 from accelvisor.function.descriptors import Descriptors
 from accelvisor.function.device import Device
 from accelvisor.function.spec import Spec
-from accelvisor.function.state import STATE_BYTES, W_STARTS, State
+from accelvisor.function.state import STATE_BYTES, TRACK_BYTES, W_STARTS, State
 from accelvisor.kernels.registry import BY_NAME
 from accelvisor.limits import MIB
 from accelvisor.vfio_user.client import Client
@@ -64,7 +64,7 @@ def make_spec(folder: Path, **changes: Any) -> Spec:
         "uuid": str(uuid.uuid4()), "profile": "test", "cores": 2, "chips": 1,
         "memory_bytes": 64 * MIB, "window_bytes": 4 * MIB, "queues": 4, "ring_entries": 64,
         "vfio_socket": str(folder / "vfio.sock"), "holder_socket": str(folder / "holder.sock"),
-        "control_socket": str(folder / "control.sock"), "socket_group": "",
+        "control_socket": str(folder / "control.sock"), "socket_group": "", "keeper": os.geteuid(),
     }  # fmt: skip
     return Spec(**{**fields, **changes})
 
@@ -356,7 +356,7 @@ class Local:
         spec = make_spec(Path("/tmp"), **{"memory_bytes": 16 * MIB, **changes})
         self.spec = spec
         self.fds = [memfd("state", STATE_BYTES), memfd("window", spec.window_bytes),
-                    memfd("memory", spec.memory_bytes)]  # fmt: skip
+                    memfd("memory", spec.memory_bytes), memfd("track", TRACK_BYTES)]  # fmt: skip
         self.told: list[tuple[bytes, int]] = []
         self.held: dict[int, int] = {}
         self.fence = threading.Lock()
@@ -373,7 +373,7 @@ class Local:
         self.state = State(self.fds[0])
         self.state.u64[W_STARTS] += 1
         self.descriptors = Descriptors(self._tell, self.held)
-        self.device = Device(self.spec, self.state, self.fds[1], self.fds[2], self.descriptors)
+        self.device = Device(self.spec, self.state, *self.fds[1:], self.descriptors)
         self.window = self.device.window
         self.device.start()
 
@@ -421,6 +421,14 @@ class Local:
 
     def wait(self, condition: Callable[[], Any], timeout_s: float = DEADLINE_S) -> None:
         wait_for(condition, "a completion", timeout_s)
+
+    def ring_of(self, other: Ring) -> Ring:
+        """A ring of another function that was moved here."""
+        moved = Ring.__new__(Ring)
+        moved.__dict__.update(other.__dict__)
+        moved.guest, moved.words = self, self.window.cast("I")
+        self._rings.append(moved)
+        return moved
 
     def _close_device(self) -> None:
         for fd in self.descriptors.fds.values():

@@ -28,7 +28,7 @@ from accelvisor.function.descriptors import Descriptors
 from accelvisor.function.device import Device
 from accelvisor.function.launch import Launcher
 from accelvisor.function.pauses import finish
-from accelvisor.function.state import STATE_BYTES, State
+from accelvisor.function.state import STATE_BYTES, TRACK_BYTES, State
 from accelvisor.limits import LIMITS, MIB
 from accelvisor.vfio_user.protocol import MigState
 from tests.function.harness import Path, make_spec, memfd, operation
@@ -75,7 +75,8 @@ class Machine:
     def __init__(self, script: list[bytes], ram: bytes) -> None:
         self.spec = make_spec(Path("/tmp"), memory_bytes=5 * MIB, queues=1, cores=1)
         self.fds = [memfd("state", STATE_BYTES), memfd("window", self.spec.window_bytes),
-                    memfd("memory", self.spec.memory_bytes)]  # fmt: skip
+                    memfd("memory", self.spec.memory_bytes),
+                    memfd("track", TRACK_BYTES)]  # fmt: skip
         self.ram_fd = memfd("ram", 4 * MIB)
         os.pwrite(self.ram_fd, ram, 0)
         self.script = script
@@ -99,7 +100,7 @@ class Machine:
         descriptors = Descriptors(lambda data, fds: None, held if state.u32[s.N_DMA_TOP] else {})
         if not state.u32[s.N_DMA_TOP]:
             os.close(held[0])
-        return Device(self.spec, state, self.fds[1], self.fds[2], descriptors)
+        return Device(self.spec, state, *self.fds[1:], descriptors)
 
     def admin(self, life: Life, what: str) -> int:
         """One worker that carries out a reset or a disable, as its engine would at its start."""

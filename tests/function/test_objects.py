@@ -24,7 +24,8 @@ from accelvisor.function.objects import (
     check_shape,
 )
 from accelvisor.function.pauses import finish
-from accelvisor.function.state import STATE_BYTES, State
+from accelvisor.function.state import STATE_BYTES, TRACK_BYTES, State
+from accelvisor.function.track import Track
 from accelvisor.limits import LIMITS, MIB
 from tests.function.harness import memfd
 
@@ -38,11 +39,12 @@ class Bench:
         self.state = State(memfd("state", STATE_BYTES))
         self.fd = memfd("memory", BYTES)
         self.map = mmap.mmap(self.fd, BYTES)
+        self.track = Track(self.state, memfd("track", TRACK_BYTES), BYTES)
         self.again()
 
     def again(self) -> None:
         """What a replaced worker derives."""
-        self.memory = Memory(self.map, BYTES)
+        self.memory = Memory(self.map, BYTES, self.track)
         self.objects = Objects(self.state, self.memory)
 
     def tensor(self, nbytes: int, context: int = 0) -> Object:

@@ -14,7 +14,7 @@ import pytest
 from accelvisor.function import state as s
 from accelvisor.function import zygote
 from accelvisor.function.channel import DROP, GONE, KEEP, unpack
-from accelvisor.function.state import STATE_BYTES
+from accelvisor.function.state import STATE_BYTES, TRACK_BYTES
 from accelvisor.function.wire import Disconnected
 from accelvisor.function.worker import Inherited, Worker
 from accelvisor.limits import LIMITS, MIB
@@ -46,7 +46,8 @@ class Bench:
     def __init__(self) -> None:
         self.spec = make_spec(Path("/tmp"), memory_bytes=4 * MIB)
         self.fds = [memfd("state", STATE_BYTES), memfd("window", self.spec.window_bytes),
-                    memfd("memory", self.spec.memory_bytes)]  # fmt: skip
+                    memfd("memory", self.spec.memory_bytes),
+                    memfd("track", TRACK_BYTES)]  # fmt: skip
         self.pipe = os.pipe()
         self.client, self.connection = socket.socketpair()
         self.client.settimeout(10)
