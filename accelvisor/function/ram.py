@@ -173,7 +173,7 @@ def _parse(view: memoryview) -> tuple[list[tuple[int, int, int]], list[_Part], i
             end = first + length
             marked.append((first, length))
         parts.append(_Part(nbytes, known, tuple(marked)))
-    if at + sum(part.content for part in parts) not in (len(view), len(view) - (not at)):
+    if at + sum(part.content for part in parts) != len(view):
         raise _bad("its length is another than its runs'")
     return listed, parts, at
 

@@ -129,6 +129,11 @@ class ClientTransport:
         except _ABSENT:
             return 0xFFFF_FFFF_FFFF_FFFF
 
+    @property
+    def ram(self) -> memoryview:
+        """All of the guest's RAM, as whoever moves the VM copies it."""
+        return self._ram_view
+
     # --- memory --------------------------------------------------------------------------------
 
     def allocate_dma(self, nbytes: int) -> DmaBuffer:
