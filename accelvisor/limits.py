@@ -111,11 +111,11 @@ class Limits:
     # Verbs that wait for a guest have deadlines of up to 600 s of their own.
     libvirt_patient_s: float = 660.0
 
-    # --- migration and ledger ----------------------------------------------------------------------
+    # --- migration and ledger --------------------------------------------------------------------
     # A control message carries at most an envelope for each function of a VM.
     migration_message_bytes: int = 2 * MIB
-    # A manifest is some KiB; each section and signature adds tens of bytes.
-    migration_envelope_bytes: int = 64 * KIB
+    # A manifest with its signatures, about 100 bytes each.
+    migration_envelope_bytes: int = 72 * KIB
     # Functions of one VM that move together: more do not fit behind QEMU's root ports.
     migration_functions: int = 16
     # Reasons and hints, shown in virsh's one-line errors.
@@ -180,8 +180,23 @@ class Limits:
     document_values: int = 1 << 22
     # Nesting of a document; the deepest, a context's programs, needs 6.
     document_depth: int = 16
-    # 1024 hosts with a few keys each, about 300 bytes a key.
+    # As many hosts as below with all their keys, and the keys that were revoked.
     trust_bytes: int = 2 * MIB
+    # A fleet that migrates among itself; libvirt's tools know no larger ones.
+    trust_hosts: int = 1024
+    # Of one host at a time: the current one, and those that retire.
+    host_keys: int = 8
+    # Never forgotten: four for each host.
+    revoked_keys: int = 4096
+    # Versions that a trust document may be ahead: a host that was away for years still catches up,
+    # and nobody can use up the numbers.
+    trust_jump: int = 1000
+    # A rotated key may count this much longer: a host that was away for a month still knows it.
+    rotation_overlap_s: float = 30 * 86_400.0
+    # Rotations that a host remembers until the roots have signed them.
+    rotations: int = 1024
+    # Epochs that a function may be ahead of what is known: each is one change of owner.
+    epoch_jump: int = 1000
 
     # --- peers -----------------------------------------------------------------------------------
     # The largest message is a trust document.
@@ -218,6 +233,9 @@ class Limits:
     bulk_ranges: int = 4096
     # Rounds of pre-copy of one transfer; 8 are usual.
     bulk_rounds: int = 64
+    # Chunks of one round; each costs its receiver some hundred bytes until the round ends. 64 GiB in
+    # pieces of 256 KiB, each cut into four by zero pages.
+    bulk_chunks: int = 1 << 20
     # Between the answer that brings a ticket and the connection that shows it lies one round trip.
     ticket_s: float = 30.0
     # Tickets that wait; a transfer has one for each connection.

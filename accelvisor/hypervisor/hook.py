@@ -1,5 +1,5 @@
 #!/usr/bin/python3 -IS
-"""libvirt hook: refuses to start a domain whose accelerator functions are not there for it.
+"""libvirt hook: accelvisord's say in the life of a domain with accelerator functions.
 
 Installed as /etc/libvirt/hooks/qemu.d/50-accelvisor; libvirt calls it as
 ``50-accelvisor DOMAIN OPERATION SUB-OPERATION EXTRA`` with the domain XML on standard input
@@ -8,12 +8,13 @@ Installed as /etc/libvirt/hooks/qemu.d/50-accelvisor; libvirt calls it as
 * it is one file of the standard library, forks nothing, never talks to libvirt, and has a deadline;
 * for a domain with neither a function nor arguments for QEMU it ends after one search through the
   XML, before any import;
-* accelvisord decides whose a function is: it is told that this domain is about to start with it,
-  and lets the domain's QEMU in, or says why not;
-* the device counts, not its label: every path below accelvisord's functions that QEMU is given must
-  be this domain's socket of a function that ``<metadata>`` names;
-* only ``prepare begin`` can refuse, and there everything that goes wrong is a refusal. Every other
-  operation ends with 0 at once: a failing ``reconnect`` would kill a running QEMU.
+* accelvisord decides: whose a function is (``prepare``), whether a domain may come here and what
+  its XML is here (``migrate``, ``restore``), whether its devices are as they were (``started``);
+* at ``prepare`` the device counts, not its label: every path below accelvisord's functions and
+  domains that QEMU is given must be this domain's, of a function that ``<metadata>`` names;
+* where a refusal only keeps a domain from starting here, everything that goes wrong is a refusal;
+  everywhere else it ends with 0 whatever happens: a failing ``reconnect`` would kill a running
+  QEMU. Which is which stands in OPERATIONS.
 """
 
 import os
@@ -21,19 +22,16 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
 NAMESPACE = "https://accelvisor.io/xmlns/1"  # as accelvisor.hypervisor.xml.NAMESPACE
 QEMU_NAMESPACE = (
     "http://libvirt.org/schemas/domain/qemu/1.0"  # declared by those who pass arguments
 )
-DEADLINE_S = 2.0  # as accelvisor.limits.Limits.hook_s
 XML_BYTES = 4 * 1024 * 1024  # as accelvisor.limits.Limits.hook_xml_bytes
 REPLY_BYTES = 1024 * 1024  # as accelvisor.limits.Limits.admin_message_bytes
 FUNCTIONS = 256  # as accelvisor.limits.Limits.functions
-
-#: The operations in which this hook has a say.
-CHECKED = frozenset({("prepare", "begin")})
 
 
 class Refused(Exception):  # noqa: N818 - it is the hook's answer
@@ -42,25 +40,27 @@ class Refused(Exception):  # noqa: N818 - it is the hook's answer
 
 def main(arguments: "list[str]") -> int:
     """0: libvirt goes on. 1: it refuses, having printed why on standard error."""
-    if tuple(arguments[2:4]) not in CHECKED:
+    operation = OPERATIONS.get(tuple(arguments[2:4]))
+    if operation is None:
         return 0
+    deadline_s, closed, act = operation
     import signal
 
     def late(*_: object) -> "NoReturn":
-        raise Refused(f"no answer within {DEADLINE_S:g} s (systemctl status accelvisor)")
+        raise Refused(f"no answer within {deadline_s:g} s (systemctl status accelvisor)")
 
     signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, DEADLINE_S)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s)
     try:
         xml = read_xml(0)
         if xml is not None:
-            check(arguments[1], xml)
+            act(arguments, xml)
     except Refused as refusal:
         print(f"accelvisor: {refusal}", file=sys.stderr)
-        return 1
-    except Exception as error:  # a bug or a broken machine: fail closed, but say so in one line
+        return int(closed)
+    except Exception as error:  # a bug or a broken machine: say so in one line
         print(f"accelvisor: hook failed: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
+        return int(closed)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return 0
@@ -93,33 +93,68 @@ def run_directory() -> str:
     return os.environ.get("ACCELVISOR_RUN_DIR", "/run/accelvisor")
 
 
-def check(name: str, xml: bytes) -> None:
-    """Ask accelvisord for each function of the domain. Raises Refused."""
-    domain, functions, arguments = parse(xml)
-    if len(functions) > FUNCTIONS:
-        raise Refused(f"the domain names {len(functions)} functions, the limit is {FUNCTIONS}")
-    sockets = connected(arguments)
+# --- what is done at each operation --------------------------------------------------------------
+
+
+def admitted(arguments: "list[str]", xml: bytes) -> None:
+    """``prepare``: ask accelvisord for each function of the domain. Raises Refused."""
+    domain, functions, given = parse(xml)
+    sockets = connected(given)
     served: set[str] = set()
     if functions:
-        import socket
-
-        path = run_directory() + "/admin"
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            try:
-                connection.connect(path)
-                for uuid, vfio in functions.items():
-                    served.add(os.path.realpath(admit(connection, uuid, vfio, name, domain)))
-            except OSError as error:
-                raise Refused(
-                    f"cannot reach accelvisord at {path}: {error.strerror or error}"
-                    " (systemctl start accelvisor)"
-                ) from None
+        with accelvisord() as connection:
+            for uuid, vfio in functions.items():
+                path = admit(connection, uuid, vfio, arguments[1], domain)
+                served.add(os.path.realpath(path))
+        stem = os.path.realpath(f"{run_directory()}/domain/libvirt-{domain}")
+        served |= {f"{stem}.bus", f"{stem}.monitor"}
     for path in sockets:
         if os.path.realpath(path) not in served:
             raise Refused(
                 f"the domain gives QEMU {path}, which is not its socket of a function"
                 " in its metadata (remove that argument, and use accelctl attach)"
             )
+
+
+def arriving(arguments: "list[str]", xml: bytes) -> None:
+    """``migrate`` and ``restore``: print the XML that the domain has on this host."""
+    if parse(xml)[1]:
+        method = {"migrate": "ReserveMigration", "restore": "PrepareRestore"}[arguments[2]]
+        told = asked(method, {"xml": xml.decode()}).get("xml")
+        if not isinstance(told, str) or not told:
+            raise Refused("accelvisord's answer makes no sense: it has no XML")
+        text = told.encode()
+        while text:
+            text = text[os.write(1, text) :]
+
+
+def started(arguments: "list[str]", xml: bytes) -> None:
+    """``started``: QEMU is there, and its guest does not run yet."""
+    domain, functions, _ = parse(xml)
+    if functions:
+        asked("RestoreContext", {"domain": arguments[1], "domain_uuid": domain})
+
+
+def gone(arguments: "list[str]", xml: bytes) -> None:
+    """``stopped`` and ``release``: QEMU is not there any more. libvirt says why, or ``-``."""
+    domain, functions, _ = parse(xml)
+    if functions:
+        why = arguments[4] if len(arguments) > 4 and arguments[4] != "-" else arguments[2]
+        asked("DomainGone", {"domain_uuid": domain, "reason": why})
+
+
+#: (operation, sub-operation) -> (seconds, whether what goes wrong is a refusal, what is done).
+OPERATIONS: "dict[tuple[str, ...], tuple[float, bool, Callable[[list[str], bytes], None]]]" = {
+    ("migrate", "begin"): (10.0, True, arriving),
+    ("prepare", "begin"): (2.0, True, admitted),
+    ("started", "begin"): (20.0, True, started),
+    ("restore", "begin"): (10.0, False, arriving),
+    ("stopped", "end"): (1.0, False, gone),
+    ("release", "end"): (1.0, False, gone),
+}
+
+
+# --- the domain's XML ----------------------------------------------------------------------------
 
 
 def parse(xml: bytes) -> "tuple[str, dict[str, str], list[str]]":
@@ -162,19 +197,21 @@ def parse(xml: bytes) -> "tuple[str, dict[str, str], list[str]]":
         parser.Parse(xml, True)
     except expat.ExpatError as error:
         raise Refused(f"the domain XML is malformed: {error}") from None
+    if len(functions) > FUNCTIONS:
+        raise Refused(f"the domain names {len(functions)} functions, the limit is {FUNCTIONS}")
     return "".join(uuid).strip().lower(), functions, arguments
 
 
 def connected(arguments: "list[str]") -> "list[str]":
-    """The paths below accelvisord's functions in QEMU's arguments, however they are written.
+    """The paths below accelvisord's functions and domains in QEMU's arguments, however written.
 
     Raises Refused for a device in a form of JSON that only QEMU reads.
     """
-    below = os.path.realpath(run_directory() + "/function") + "/"
+    below = tuple(os.path.realpath(f"{run_directory()}/{w}") + "/" for w in ("function", "domain"))
     found = []
     before = ""
     for argument in arguments:
-        for text in strings(argument, before.lstrip("-") == "device"):
+        for text in map(unescaped, strings(argument, before.lstrip("-") == "device")):
             path = text[text.find("/") :] if "/" in text else ""
             # Not only the plain path: /var/run, //, .. and links lead to the same socket.
             if path and os.path.realpath(path).startswith(below):
@@ -207,20 +244,64 @@ def strings(argument: str, device: bool) -> "list[str]":
     return texts
 
 
+def unescaped(text: str) -> str:
+    """With the escapes of a D-Bus address (``%2f``) resolved."""
+    head, *rest = text.split("%")
+    for part in rest:
+        try:
+            head += chr(int(part[:2], 16)) + part[2:]
+        except ValueError:
+            head += "%" + part
+    return head
+
+
+# --- accelvisord ---------------------------------------------------------------------------------
+
+
+def accelvisord() -> "Any":
+    """A connection to it. Raises Refused."""
+    import socket
+
+    path = run_directory() + "/admin"
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(path)
+    except OSError as error:
+        connection.close()
+        raise Refused(
+            f"cannot reach accelvisord at {path}: {error.strerror or error}"
+            " (systemctl start accelvisor)"
+        ) from None
+    return connection
+
+
+def asked(method: str, parameters: "dict[str, str]") -> "dict[str, Any]":
+    """What accelvisord returns. Raises Refused, with its words when it refuses."""
+    with accelvisord() as connection:
+        return answered(call(connection, f"io.accelvisor.Admin.{method}", parameters))
+
+
+def answered(reply: "dict[str, Any]", about: str = "") -> "dict[str, Any]":
+    """The parameters of a reply. Raises Refused when it is an error, or none."""
+    told = reply.get("parameters")
+    if not isinstance(told, dict):
+        raise Refused(f"accelvisord's answer makes no sense: {str(reply)[:200]}")
+    if "error" in reply:
+        message = str(told.get("message") or reply["error"])
+        hint = f" ({told['hint']})" if told.get("hint") else ""
+        prefix = f"function {about}: " if about and about not in message else ""
+        raise Refused(f"{prefix}{message}{hint}")
+    return told
+
+
 def admit(connection: "Any", uuid: str, vfio: str, name: str, domain: str) -> str:
     """The socket at which the domain's QEMU is let into the function.
 
     Raises Refused, also when the domain's XML names another socket.
     """
     parameters = {"function": uuid, "domain": name, "domain_uuid": domain}
-    reply = call(connection, "io.accelvisor.Admin.AdmitDomain", parameters)
+    told = answered(call(connection, "io.accelvisor.Admin.AdmitDomain", parameters), uuid)
     try:
-        told = reply["parameters"]
-        if "error" in reply:
-            message = str(told.get("message") or reply["error"])
-            hint = f" ({told['hint']})" if told.get("hint") else ""
-            prefix = "" if uuid in message else f"function {uuid}: "
-            raise Refused(f"{prefix}{message}{hint}")
         found = told["function"]
         owner, served = found["domain_uuid"], found["domain_socket"]
         if not isinstance(served, str):
@@ -242,10 +323,17 @@ def call(connection: "Any", method: str, parameters: "dict[str, str]") -> "dict[
     """A call and its reply are JSON, ended by NUL (Varlink). Raises Refused."""
     import json
 
-    connection.sendall(json.dumps({"method": method, "parameters": parameters}).encode() + b"\0")
     raw = bytearray()
+    request = json.dumps({"method": method, "parameters": parameters}).encode() + b"\0"
+    try:
+        connection.sendall(request)
+    except OSError:  # it hung up; the answer that it may have left says why
+        pass
     while not raw.endswith(b"\0"):
-        block = connection.recv(1 << 16)
+        try:
+            block = connection.recv(1 << 16)
+        except OSError as error:
+            raise Refused(f"accelvisord hung up: {error.strerror or error}") from None
         raw += block
         if not block or len(raw) > REPLY_BYTES:
             raise Refused("accelvisord hung up" if not block else "too long an answer")

@@ -15,30 +15,27 @@ collide. Everything here takes and returns text, changes nothing else in it, and
 
 from __future__ import annotations
 
-import json
 import re
 import uuid as uuids
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 from xml.etree import ElementTree as ET
 
 from accelvisor.errors import ConflictError, NotFoundError, UsageError
-from accelvisor.hypervisor.xmltree import (
-    Document,
-    append,
-    child,
-    descend,
-    discard,
-    in_namespace,
-    is_empty,
-    parse,
-)
+from accelvisor.hypervisor import arguments, entries
+from accelvisor.hypervisor.arguments import QEMU_NAMESPACE as QEMU_NAMESPACE
+from accelvisor.hypervisor.arguments import add_device, devices
+from accelvisor.hypervisor.companions import Companions, is_companion
+from accelvisor.hypervisor.entries import NAMESPACE as NAMESPACE
+from accelvisor.hypervisor.entries import FunctionEntry as FunctionEntry
+from accelvisor.hypervisor.entries import Ownership as Ownership
+from accelvisor.hypervisor.entries import function_uuid as function_uuid
+from accelvisor.hypervisor.entries import functions as functions
+from accelvisor.hypervisor.entries import metadata_element as metadata_element
+from accelvisor.hypervisor.entries import ownership as ownership
+from accelvisor.hypervisor.entries import parse_metadata_element as parse_metadata_element
+from accelvisor.hypervisor.xmltree import Document, append, child, descend, parse
 from accelvisor.limits import LIMITS
 
-NAMESPACE = "https://accelvisor.io/xmlns/1"
-QEMU_NAMESPACE = "http://libvirt.org/schemas/domain/qemu/1.0"
 DRIVER = "vfio-user-pci"
 PORT_DRIVER = "pcie-root-port"
 
@@ -50,25 +47,8 @@ _OF_FUNCTION = re.compile(r"/function/+([0-9A-Fa-f-]{36})/")
 _DEVICE_ID = re.compile(r"accel-([0-9A-Fa-f-]{36})")
 #: sizeof(sockaddr_un.sun_path) less its NUL.
 SOCKET_PATH_BYTES = 107
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionEntry:
-    """One ``<accelvisor:function>``; ``socket`` and ``bus`` are empty when it has none."""
-
-    uuid: str
-    socket: str = ""
-    bus: str = ""
-
-
-def function_uuid(text: str) -> str:
-    """The canonical form of a function's UUID; UsageError when it is none."""
-    try:
-        return str(uuids.UUID(text))
-    except ValueError:
-        raise UsageError(
-            f"{text!r} is not a UUID", where="function", hint="accelctl function list shows them"
-        ) from None
+#: Options of QEMU among which companions are.
+_OPTIONS = ("chardev", "object")
 
 
 def device_id(uuid: str) -> str:
@@ -128,16 +108,6 @@ def _socket_path(path: str) -> str:
 # --- reading -------------------------------------------------------------------------------------
 
 
-def functions(xml: str | Document) -> list[FunctionEntry]:
-    """The functions that the XML carries, in its order; entries without a UUID are passed over."""
-    document = _document(xml)
-    return [
-        FunctionEntry(uuid, element.get("socket", ""), element.get("bus", ""))
-        for element in _entries(document)
-        if (uuid := _uuid_of(element)) is not None
-    ]
-
-
 def claimed(xml: str | Document) -> list[str]:
     """UUIDs of all functions that a domain started from this XML would have: those in its metadata,
     then those that only its ``<qemu:commandline>`` names, by a device's id or its socket's path.
@@ -146,11 +116,11 @@ def claimed(xml: str | Document) -> list[str]:
     """
     document = _document(xml)
     found = [entry.uuid for entry in functions(document)]
-    found += [uuid for device in devices(document) if (uuid := _function_of(device)) is not None]
+    found += [uuid for device in devices(document) if (uuid := function_of(device)) is not None]
     return list(dict.fromkeys(found))
 
 
-def _function_of(device: dict[str, Any]) -> str | None:
+def function_of(device: dict[str, Any]) -> str | None:
     """Which function a ``-device`` connects to: its socket counts, then its id."""
     if device.get("driver") != DRIVER:
         return None
@@ -163,22 +133,6 @@ def _function_of(device: dict[str, Any]) -> str | None:
         return function_uuid(match[1]) if match else None
     except UsageError:
         return None
-
-
-def devices(document: Document) -> list[dict[str, Any]]:
-    """The ``-device`` arguments of ``<qemu:commandline>``, parsed; JSON and ``a=b,c=d`` forms."""
-    return [_device(value.get("value", "")) for _, _, value in _device_arguments(document)]
-
-
-def _device(text: str) -> dict[str, Any]:
-    if text.lstrip().startswith("{"):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return {}
-        return value if isinstance(value, dict) else {}
-    driver, *pairs = text.split(",")
-    return {"driver": driver, **dict(pair.partition("=")[::2] for pair in pairs)}
 
 
 def hotplug_ports(xml: str | Document) -> list[str]:
@@ -222,44 +176,12 @@ def _document(xml: str | Document) -> Document:
     return xml if isinstance(xml, Document) else parse(xml)
 
 
-def _uuid_of(element: ET.Element) -> str | None:
-    try:
-        return function_uuid(element.get("uuid", ""))
-    except UsageError:
-        return None
-
-
-def _entries(document: Document) -> Iterator[ET.Element]:
-    metadata = child(document.root, "metadata")
-    if metadata is None:
-        return
-    above = (document.root, metadata)
-    for group in in_namespace(above, NAMESPACE, "functions"):
-        yield from in_namespace((*above, group), NAMESPACE, "function")
-
-
-def _commandline(document: Document) -> ET.Element | None:
-    return next(in_namespace((document.root,), QEMU_NAMESPACE, "commandline"), None)
-
-
-def _device_arguments(
-    document: Document,
-) -> list[tuple[ET.Element, ET.Element, ET.Element]]:
-    """(commandline, the ``-device`` argument, its value) in order."""
-    found = []
-    for commandline in in_namespace((document.root,), QEMU_NAMESPACE, "commandline"):
-        arguments = list(in_namespace((document.root, commandline), QEMU_NAMESPACE, "arg"))
-        for flag, value in pairwise(arguments):
-            if flag.get("value") in ("-device", "--device"):
-                found.append((commandline, flag, value))
-    return found
-
-
 # --- writing -------------------------------------------------------------------------------------
 
 
-def add(xml: str, uuid: str, socket: str) -> str:
-    """The XML with the function in it. Adding the same twice changes nothing.
+def add(xml: str, uuid: str, socket: str, whose: Ownership | None = None) -> str:
+    """The XML with the function in it, and with the domain's companions. Adding the same twice
+    changes nothing.
 
     ConflictError ``function-attached`` when it is there with another socket, ``domain-memory``
     when the guest's memory is not shared (:func:`prepare` mends that), ``domain-machine`` when the
@@ -275,19 +197,39 @@ def add(xml: str, uuid: str, socket: str) -> str:
             where="domain-xml",
             hint="detach it first",
         )
-    present = {device.get("id") for device in devices(document)}
-    if listed is not None and device_id(uuid) in present:
-        return xml
     require_shared_memory(document)
     require_pcie(document)
+    before = str(document)
     bus = port_id(uuid)
     if listed is None:
-        _add_entry(document, FunctionEntry(uuid, socket, bus))
+        entries.put(document, FunctionEntry(uuid, socket, bus))
+    present = {device.get("id") for device in devices(document)}
     if device_id(uuid) not in present:
         if bus not in present:
-            _add_device(document, port_device(bus, _free_slot(document, uuid)))
-        _add_device(document, function_device(uuid, socket, bus))
-    return str(document)
+            add_device(document, port_device(bus, _free_slot(document, uuid)))
+        add_device(document, function_device(uuid, socket, bus))
+    if whose is not None:
+        entries.own(document, whose)
+    accompany(document, socket)
+    after = str(document)
+    return after if after != before else xml
+
+
+def accompany(document: Document, socket: str) -> None:
+    """Give the domain its companions, or the right ones, or, without a function, none.
+
+    ``socket`` is the domain's of any function; from one that is not, nobody can tell where the
+    companions are, so that none is added then.
+    """
+    there = [o for o in arguments.options(document, *_OPTIONS) if is_companion(o.name, o.value)]
+    companions = Companions.beside(socket)
+    wanted = companions.arguments() if companions is not None and claimed(document) else []
+    if [(f"-{option.name}", option.value) for option in there] == wanted:
+        return
+    for option in there:
+        option.discard()
+    for flag, value in wanted:
+        arguments.add(document, flag, value)
 
 
 def remove(xml: str, uuid: str) -> str:
@@ -298,28 +240,28 @@ def remove(xml: str, uuid: str) -> str:
     uuid = function_uuid(uuid)
     ours = {device_id(uuid), port_id(uuid)}
     removed = False
-    for commandline, flag, value in _device_arguments(document):
-        device = _device(value.get("value", ""))
-        if device.get("id") in ours or _function_of(device) == uuid:
-            discard(commandline, flag)
-            discard(commandline, value)
+    for option in arguments.options(document, "device"):
+        device = option.device
+        if device.get("id") in ours or function_of(device) == uuid:
+            option.discard()
             removed = True
-    metadata = child(document.root, "metadata")
-    if metadata is not None:
-        removed |= _remove_entry(document, metadata, uuid)
+    removed |= entries.remove(document, uuid)
     if not removed:
         raise NotFoundError(
             f"function {uuid} is not attached to this domain",
             code="function-not-attached",
             where="domain-xml",
         )
-    _tidy(document)
+    if not claimed(document):
+        accompany(document, "")
+    arguments.tidy(document)
     return str(document)
 
 
 def prepare(xml: str, *, spare_ports: int = 4) -> str:
-    """The XML made ready for functions: shared memfd memory, and so many spare root ports for
-    hot-plug. Nothing else changes; what is ready already stays as it is.
+    """The XML made ready for functions: shared memfd memory, so many spare root ports for hot-plug,
+    and its companions if it has functions (their sockets are there only for such a domain; a live
+    attach brings them along). Nothing else changes; what is ready already stays as it is.
     """
     document = parse(xml)
     require_pcie(document)
@@ -329,7 +271,11 @@ def prepare(xml: str, *, spare_ports: int = 4) -> str:
     for number in range(spare_ports):
         if spare_id(number) not in present:
             identifier = spare_id(number)
-            _add_device(document, port_device(identifier, _free_slot(document, number)))
+            add_device(document, port_device(identifier, _free_slot(document, number)))
+    for entry in functions(document):
+        if entry.socket:
+            accompany(document, entry.socket)
+            break
     return str(document)
 
 
@@ -361,35 +307,16 @@ def require_pcie(xml: str | Document) -> None:
         )
 
 
-def metadata_element(entries: list[FunctionEntry]) -> str:
-    """``<functions>`` without namespaces, as virDomainSetMetadata wants it (it adds them)."""
-    group = ET.Element("functions")
-    for entry in entries:
-        group.append(_entry("function", entry))
-    return str(Document(group)).strip()
-
-
-def parse_metadata_element(text: str) -> list[FunctionEntry]:
-    """The entries in what virDomainGetMetadata returns."""
-    group = parse(text, where="domain metadata").root
-    return [
-        FunctionEntry(uuid, e.get("socket", ""), e.get("bus", ""))
-        for e in group
-        if isinstance(e.tag, str)
-        and e.tag.rpartition(":")[2] == "function"
-        and (uuid := _uuid_of(e)) is not None
-    ]
-
-
 def attachment_xml(uuid: str, socket: str) -> str:
     """What to paste into a domain XML that another tool manages: memory, metadata, devices."""
     uuid = function_uuid(uuid)
     root = ET.Element("domain", {"xmlns:qemu": QEMU_NAMESPACE})
     document = Document(root)
     _share_memory(document)
-    _add_entry(document, FunctionEntry(uuid, socket, port_id(uuid)))
-    _add_device(document, port_device(port_id(uuid), _free_slot(document, uuid)))
-    _add_device(document, function_device(uuid, socket, port_id(uuid)))
+    entries.put(document, FunctionEntry(uuid, socket, port_id(uuid)))
+    add_device(document, port_device(port_id(uuid), _free_slot(document, uuid)))
+    add_device(document, function_device(uuid, socket, port_id(uuid)))
+    accompany(document, socket)
     root.insert(0, ET.Comment(" merge into the domain's own elements, and keep xmlns:qemu "))
     root[0].tail = "\n  "
     return str(document)
@@ -412,54 +339,6 @@ def _ensure(parent: ET.Element, name: str, *, depth: int) -> ET.Element:
         element = ET.Element(name)
         append(parent, element, depth=depth)
     return element
-
-
-def _entry(tag: str, entry: FunctionEntry) -> ET.Element:
-    attributes = {"uuid": entry.uuid, "socket": entry.socket, "bus": entry.bus}
-    return ET.Element(tag, {name: value for name, value in attributes.items() if value})
-
-
-def _add_entry(document: Document, entry: FunctionEntry) -> None:
-    metadata = _ensure(document.root, "metadata", depth=1)
-    above = (document.root, metadata)
-    group = next(in_namespace(above, NAMESPACE, "functions"), None)
-    if group is None:
-        group = ET.Element("accelvisor:functions", {"xmlns:accelvisor": NAMESPACE})
-        append(metadata, group, depth=2)
-    prefix, colon, _ = group.tag.rpartition(":")
-    append(group, _entry(f"{prefix}{colon}function", entry), depth=3)
-
-
-def _remove_entry(document: Document, metadata: ET.Element, uuid: str) -> bool:
-    removed = False
-    above = (document.root, metadata)
-    for group in list(in_namespace(above, NAMESPACE, "functions")):
-        for element in list(in_namespace((*above, group), NAMESPACE, "function")):
-            if _uuid_of(element) == uuid:
-                discard(group, element)
-                removed = True
-        if removed and is_empty(group):
-            discard(metadata, group)
-    if removed and is_empty(metadata):
-        discard(document.root, metadata)
-    return removed
-
-
-def _add_device(document: Document, device: dict[str, Any]) -> None:
-    commandline = _commandline(document)
-    if commandline is None:
-        prefix = document.bind(QEMU_NAMESPACE, "qemu")
-        commandline = ET.Element(f"{prefix}:commandline")
-        append(document.root, commandline, depth=1)
-    prefix, colon, _ = commandline.tag.rpartition(":")
-    for value in ("-device", json.dumps(device, separators=(",", ":"))):
-        append(commandline, ET.Element(f"{prefix}{colon}arg", {"value": value}), depth=2)
-
-
-def _tidy(document: Document) -> None:
-    commandline = _commandline(document)
-    if commandline is not None and is_empty(commandline):
-        discard(document.root, commandline)
 
 
 def _free_slot(document: Document, wanted: str | int) -> int:
