@@ -195,6 +195,10 @@ class Limits:
     rotation_overlap_s: float = 30 * 86_400.0
     # Rotations that a host remembers until the roots have signed them.
     rotations: int = 1024
+    # How far the clocks of two hosts may be apart: NTP keeps them within milliseconds.
+    clock_skew_s: float = 2.0
+    # A migration's manifest is signed when its last chunk leaves, and verified at once.
+    frame_age_s: float = 120.0
     # Epochs that a function may be ahead of what is known: each is one change of owner.
     epoch_jump: int = 1000
 
