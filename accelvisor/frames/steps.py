@@ -34,7 +34,7 @@ STEPS: tuple[Step, ...] = (
          ("frame-stale", "frame-future", "frame-epoch-old", "frame-epoch-jump")),
     Step(6, "chunks", "is every chunk there, in its place, unchanged, and in time",
          ("frame-parent", "frame-chunk", "frame-truncated", "frame-excess", "frame-slow",
-          "frame-root")),
+          "frame-offer", "frame-root")),
     Step(7, "binding", "is it this owner's, this function's and this domain's, and does it fit",
          ("frame-owner", "frame-function", "frame-domain", "frame-profile")),
 )  # fmt: skip
