@@ -31,7 +31,7 @@ _TEXT = 64
 class Type(IntEnum):
     """What a frame is. ``exchange`` names a request and is 0 elsewhere."""
 
-    HELLO = 1  # first in both directions
+    HELLO = 1  # first in both directions, unless it is a CLOSE
     REQUEST = 2
     RESPONSE = 3
     ERROR = 4
@@ -118,7 +118,8 @@ class Decoder:
             kind = Type(number)
         except ValueError:
             raise _bad(f"type {number} does not exist") from None
-        if (kind is Type.HELLO) is self._greeted:
+        # Whoever is refused gets no greeting, only the reason.
+        if (kind is Type.HELLO) is self._greeted and (self._greeted or kind is not Type.CLOSE):
             raise ProtocolError(
                 f"{kind.name} {'again' if self._greeted else 'before a greeting'}",
                 code="peer-greeting",

@@ -199,8 +199,9 @@ class PeerLink(asyncio.Protocol):
             self._key = self._credentials.peer_key(tls.getpeercert(binary_form=True))
             self._host = self._credentials.pins.host_of(self._key, self._expected)
         except AccelvisorError as error:
+            self._peering.refuse(error)
             self._flush()
-            self._end(error)
+            self._end(error, tell=False)
             return
         self._credentials.hold(self)
         self._flush()

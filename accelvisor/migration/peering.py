@@ -233,6 +233,11 @@ class Peering:
             self._send(Frame(Type.CLOSE, pack_error(error)))
             self._closed = True
 
+    def refuse(self, error: AccelvisorError) -> None:
+        """Say only why: no greeting, if it was not taken by :meth:`outgoing` yet."""
+        self._out.clear()
+        self.close(error)
+
     def outgoing(self) -> bytes:
         """What is to be sent, once."""
         out, self._out = bytes(self._out), bytearray()
