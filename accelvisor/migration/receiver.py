@@ -28,10 +28,14 @@ _WHERE = "peer"
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A round that is complete: its chunks' leaves in order, the first of index ``first``."""
+    """A round that is complete: its chunks' headers, bytes of their payloads, and leaves, in order;
+    the first is of index ``first``.
+    """
 
     number: int
     first: int
+    headers: list[Header]
+    stored: list[int]
     leaves: list[bytes]
 
 
@@ -93,6 +97,7 @@ class Receiver:
     def _begin_round(self, first: int) -> None:
         self._first = first
         self._leaves: dict[int, bytes] = {}
+        self._stored: dict[int, int] = {}
         self._claimed: dict[int, Header] = {}
         self._room = {kind: len(section.view) for kind, section in self._sections.items()}
         self._ends: list[Round] = []
@@ -240,6 +245,7 @@ class Receiver:
         leaf = chunks.leaf_hash(body[: chunks.HEADER.size], payload)
         with self._changed:
             self._leaves[header.index] = leaf
+            self._stored[header.index] = stored
             self.covered += header.length
 
     def _claim(self, header: Header, stored: int) -> None:
@@ -293,8 +299,16 @@ class Receiver:
             count = this.end - this.first
             raise _round_error(f"round {this.number} has {len(self._leaves)} of {count} chunks")
         _check_overlap(list(self._claimed.values()))
-        leaves = [self._leaves[index] for index in range(this.first, this.end)]
-        self._done.append(Received(this.number, this.first, leaves))
+        indices = range(this.first, this.end)
+        self._done.append(
+            Received(
+                this.number,
+                this.first,
+                [self._claimed[index] for index in indices],
+                [self._stored[index] for index in indices],
+                [self._leaves[index] for index in indices],
+            )
+        )
         self._round += 1
         self._begin_round(this.end)
         self._changed.notify_all()

@@ -75,6 +75,8 @@ class Sender:
         limits: Limits = LIMITS,
     ) -> None:
         self.progress = Progress()
+        #: Bytes of the payloads of all chunks in the rounds that have ended, each counted once.
+        self.payload_bytes = 0
         self._zstd = zstd
         self._piece_bytes = piece_bytes
         self._clock = clock
@@ -94,6 +96,7 @@ class Sender:
         self._pieces: list[_Piece] = []
         self._pending: deque[_Piece] = deque()
         self._leaves: dict[int, bytes] = {}
+        self._sizes: dict[int, int] = {}
         self._busy = 0
         self._sealed = False
         self._acks = 0
@@ -156,6 +159,7 @@ class Sender:
                     raise self._error
                 self._changed.wait()
             leaves = [self._leaves[index] for index in range(self._first, self._next)]
+            self.payload_bytes += sum(self._sizes.values())
             self._round = number + 1
             self._begin_round()
             self._changed.notify_all()
@@ -290,6 +294,7 @@ class Sender:
         coding, payload = self._encode(data, zero)
         header = Header(index, kind, coding, offset, len(data)).pack()
         self._leaves[index] = chunks.leaf_hash(header, payload)
+        self._sizes[index] = len(payload)
         size = len(payload)
         if self._bucket is not None:
             with self._changed:
