@@ -146,6 +146,12 @@ class Limits:
     # --- hook ------------------------------------------------------------------------------------
     # libvirt waits for the hook with its domain lock held.
     hook_s: float = 2.0
+    # A place for each function is made, which may take a process; nothing runs yet that would wait.
+    hook_arriving_s: float = 10.0
+    # The context is written in a second; the state's first pass may be waited for.
+    hook_started_s: float = 20.0
+    # Of use as a hint only: the domain is gone, and libvirt waits.
+    hook_gone_s: float = 1.0
     # A domain's XML is some tens of KiB; libvirt itself refuses more than 4 MiB.
     hook_xml_bytes: int = 4 * MIB
 
@@ -199,6 +205,10 @@ class Limits:
     clock_skew_s: float = 2.0
     # A migration's manifest is signed when its last chunk leaves, and verified at once.
     frame_age_s: float = 120.0
+    # One sentence for people.
+    audit_text_chars: int = 512
+    # A record is a few hundred bytes; its three texts may be of 4-byte characters.
+    audit_record_bytes: int = 8 * KIB
     # Epochs that a function may be ahead of what is known: each is one change of owner.
     epoch_jump: int = 1000
 

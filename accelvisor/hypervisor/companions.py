@@ -57,8 +57,8 @@ class Companions:
         ]
 
     def commands(self) -> list[tuple[str, dict[str, Any]]]:
-        """The same for a QEMU that runs: (QMP command, its arguments), in this order. Each fails
-        where the domain has it already ("duplicate"), which is fine.
+        """The same for a QEMU that runs: (QMP command, its arguments), in this order. What it has
+        already is refused, in words that :func:`is_there` knows.
         """
         address = {"type": "unix", "data": {"path": self.monitor}}
         backend = {
@@ -70,6 +70,20 @@ class Companions:
             ("object-add", monitor_object()),
             ("object-add", vmstate_object(self.bus)),
         ]
+
+
+def farewell() -> list[tuple[str, dict[str, Any]]]:
+    """What takes them away again; what is not there is refused."""
+    return [
+        ("object-del", {"id": VMSTATE_ID}),
+        ("object-del", {"id": MONITOR_ID}),
+        ("chardev-remove", {"id": MONITOR_ID}),
+    ]
+
+
+def is_there(error_text: str) -> bool:
+    """Whether QEMU refused one of :meth:`Companions.commands` because it has that already."""
+    return "already exists" in error_text or "duplicate property" in error_text
 
 
 def monitor_object() -> dict[str, Any]:

@@ -96,6 +96,28 @@ def plan(config: bytes) -> tuple[Write, ...]:
     return tuple(steps)
 
 
+def with_bars(config: bytes, buses: Sequence[Any], function: str) -> bytes:
+    """``config`` with the addresses that QEMU's BARs have, by a reply to ``query-pci`` at the
+    source.
+
+    A function-level reset clears the function's own; QEMU's stay, the guest reads QEMU's, and so
+    Linux does not write them again. A BAR without an address (decoding is off) is left alone.
+    """
+    if len(config) != CONFIG_BYTES:
+        _refuse(f"{len(config)} bytes instead of {CONFIG_BYTES}")
+    device = hotplug.find_device(buses, device_id(function))
+    found = bytearray(config)
+    for region in device.get("regions", ()) if device is not None else ():
+        address, at = region.get("address", -1), _BARS + 4 * region["bar"]
+        if region.get("type") != "memory" or address <= 0 or not 0 <= region["bar"] < 6:
+            continue
+        wide = bool(region.get("mem_type_64"))
+        struct.pack_into("<I", found, at, address & 0xFFFF_FFF0 | _u32(config, at) & 0xF)
+        if wide:
+            struct.pack_into("<I", found, at + 4, address >> 32)
+    return bytes(found)
+
+
 def _message(config: bytes, msi: int, control: int) -> Iterator[Write]:
     """Where an interrupt goes, and what it says."""
     wide, masks = bool(control & 1 << 7), bool(control & 1 << 8)
@@ -170,6 +192,11 @@ class Place:
 
 def _select(bus: int, slot: int, function: int, register: int) -> int:
     return 1 << 31 | bus << 16 | slot << 11 | function << 8 | register & 0xFC
+
+
+async def observe(monitor: Monitor, function: str, config: bytes) -> bytes:
+    """:func:`with_bars` by the source's monitor, which answers until QEMU saves its state."""
+    return with_bars(config, await monitor.execute("query-pci"), function)
 
 
 async def restore(monitor: Monitor, function: str, config: bytes) -> None:

@@ -26,6 +26,7 @@ from accelvisor.errors import (
 from accelvisor.hypervisor import binding, xml
 from accelvisor.hypervisor.builder import build
 from accelvisor.hypervisor.capabilities import kvm_verdict
+from accelvisor.hypervisor.entries import Ownership
 from accelvisor.hypervisor.events import EventSubscription
 from accelvisor.hypervisor.live import LiveDomain
 from accelvisor.hypervisor.port import (
@@ -283,7 +284,7 @@ class Domains:
                     self._attach_persistent(handle, request, uuid)
                 if request.live:
                     try:
-                        live = self._live(handle)
+                        live = self._live(handle, _whose(request))
                         plugged = live.plug(uuid, request.socket, request.window_bytes)
                     except BaseException:
                         if request.persistent:
@@ -295,7 +296,7 @@ class Domains:
         stored = _stored(handle)
         if uuid in {entry.uuid for entry in xml.functions(stored)}:
             raise _attached(request)
-        self._connect().defineXML(xml.add(stored, uuid, request.socket))
+        self._connect().defineXML(xml.add(stored, uuid, request.socket, _whose(request)))
 
     def _remove_persistent(self, handle: Any, uuid: str) -> None:
         """From what is stored now: others may have changed it since, even done this."""
@@ -319,8 +320,11 @@ class Domains:
                     self._remove_persistent(handle, uuid)
             return _attachment(handle, request, uuid)
 
-    def _live(self, handle: Any) -> LiveDomain:
-        return LiveDomain(handle, lambda command: self._monitor(handle, command), self._clock)
+    def _live(self, handle: Any, whose: Ownership | None = None) -> LiveDomain:
+        def monitor(command: str) -> str:
+            return self._monitor(handle, command)
+
+        return LiveDomain(handle, monitor, self._clock, whose)
 
     def _check(self, handle: Any, request: AttachRequest) -> None:
         if not (request.live or request.persistent):
@@ -455,6 +459,10 @@ def _attachment(
         bus=bus,
         address=address,
     )
+
+
+def _whose(request: AttachRequest) -> Ownership:
+    return Ownership(request.host, request.owner)
 
 
 def _not_running(domain: str) -> AccelvisorError:

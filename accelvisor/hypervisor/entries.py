@@ -82,7 +82,8 @@ def ownership(xml: str | Document) -> Ownership:
 def metadata_element(entries: list[FunctionEntry], whose: Ownership = Ownership()) -> str:
     """``<functions>`` without namespaces, as virDomainSetMetadata wants it (it adds them)."""
     group = ET.Element("functions")
-    _own(group, whose)
+    if whose is not None:
+        _own(group, whose)
     for entry in entries:
         group.append(_entry("function", entry))
     return str(Document(group)).strip()

@@ -118,7 +118,9 @@ def admitted(arguments: "list[str]", xml: bytes) -> None:
 
 def arriving(arguments: "list[str]", xml: bytes) -> None:
     """``migrate`` and ``restore``: print the XML that the domain has on this host."""
-    if parse(xml)[1]:
+    _, functions, given = parse(xml)
+    # One whose functions were all taken out while it ran still names them to QEMU.
+    if functions or connected(given):
         method = {"migrate": "ReserveMigration", "restore": "PrepareRestore"}[arguments[2]]
         told = asked(method, {"xml": xml.decode()}).get("xml")
         if not isinstance(told, str) or not told:
@@ -143,7 +145,8 @@ def gone(arguments: "list[str]", xml: bytes) -> None:
         asked("DomainGone", {"domain_uuid": domain, "reason": why})
 
 
-#: (operation, sub-operation) -> (seconds, whether what goes wrong is a refusal, what is done).
+#: (operation, sub-operation) -> (seconds, whether what goes wrong is a refusal, what is done). The
+#: seconds are those of accelvisor.limits.Limits.hook_*.
 OPERATIONS: "dict[tuple[str, ...], tuple[float, bool, Callable[[list[str], bytes], None]]]" = {
     ("migrate", "begin"): (10.0, True, arriving),
     ("prepare", "begin"): (2.0, True, admitted),

@@ -17,6 +17,7 @@ from accelvisor.errors import (
     SystemFailure,
 )
 from accelvisor.hypervisor import binding, hotplug, xml
+from accelvisor.hypervisor.companions import Companions, farewell, is_there
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +30,18 @@ class LiveDomain:
     """Hot-plug on one libvirt domain handle. Errors of libvirt itself pass through untranslated."""
 
     def __init__(
-        self, handle: Any, monitor: Callable[[str], str], clock: Callable[[], float]
+        self,
+        handle: Any,
+        monitor: Callable[[str], str],
+        clock: Callable[[], float],
+        whose: xml.Ownership | None = None,
     ) -> None:
-        """``monitor`` sends one QMP command (JSON text) and returns the reply (JSON text)."""
+        """``monitor`` sends one QMP command (JSON text) and returns the reply (JSON text);
+        ``whose`` the functions are is written with them, where it is not empty."""
         self._handle = handle
         self._monitor = monitor
         self._clock = clock
+        self._whose = whose or xml.Ownership()
 
     def plug(self, uuid: str, socket: str, window_bytes: int = 0) -> tuple[str, str]:
         """Hot-plug a function behind a free root port; (the port's id, the PCI address).
@@ -61,6 +68,7 @@ class LiveDomain:
         _require_window(uuid, hotplug.port_problem(before, port, window_bytes, cpu))
         self._remember(xml.FunctionEntry(uuid, socket, port))
         try:
+            self._accompany(socket)
             reply = self._ask("device_add", xml.function_device(uuid, socket, port))
             if "error" in reply:
                 hotplug.device_add_failed(identifier, reply["error"])
@@ -109,6 +117,28 @@ class LiveDomain:
         self._forget(uuid)
         return True
 
+    def _accompany(self, socket: str) -> None:
+        """Give a domain that started without functions what one with functions has besides them."""
+        companions = Companions.beside(socket)
+        for command, arguments in companions.commands() if companions is not None else ():
+            reply = self._ask(command, arguments)
+            text = str(reply.get("error", {}).get("desc", ""))
+            if "error" in reply and not is_there(text):
+                raise SystemFailure(
+                    f"QEMU did not take its part in a migration: {command}: {text}",
+                    code="companion-failed",
+                    where="hot-plug",
+                    hint="accelvisord listens for it while the domain has a function"
+                    " (systemctl status accelvisor)",
+                )
+
+    def _leave(self) -> None:
+        """The last function went: QEMU would ask in vain when the domain migrates."""
+        for command, arguments in farewell():
+            reply = self._ask(command, arguments)
+            if "error" in reply:
+                logger.debug("%s: %s", command, reply["error"])
+
     def _release(self, identifier: str, deadline_s: float) -> None:
         until = self._clock() + deadline_s
         reply = self._ask("device_del", {"id": identifier})
@@ -144,16 +174,21 @@ class LiveDomain:
         self._write([*others, entry])
 
     def _forget(self, uuid: str) -> None:
-        self._write([entry for entry in self._entries() if entry.uuid != uuid])
+        left = [entry for entry in self._entries() if entry.uuid != uuid]
+        if not left:
+            self._leave()
+        self._write(left)
 
     def _entries(self) -> list[xml.FunctionEntry]:
         return xml.functions(str(self._handle.XMLDesc(0)))
 
     def _write(self, entries: list[xml.FunctionEntry]) -> None:
         lv = binding.libvirt()
+        whose = xml.ownership(str(self._handle.XMLDesc(0)))
+        whose = xml.Ownership(self._whose.host or whose.host, self._whose.owner or whose.owner)
         self._handle.setMetadata(
             lv.VIR_DOMAIN_METADATA_ELEMENT,
-            xml.metadata_element(entries) if entries else None,
+            xml.metadata_element(entries, whose) if entries else None,
             "accelvisor",
             xml.NAMESPACE,
             lv.VIR_DOMAIN_AFFECT_LIVE,

@@ -95,6 +95,8 @@ class AttachRequest:
     live: bool
     persistent: bool
     window_bytes: int = 0  # of its BAR2; 0: unknown, so that it shows only once it is plugged
+    host: str = ""  # UUID of this host, for the metadata: it owns the function
+    owner: str = ""  # in whose name its states are signed; empty: the domain's UUID
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from accelvisor.errors import AccelvisorError
 from accelvisor.hypervisor.domains import Domains
 from accelvisor.hypervisor.port import AttachRequest
 from tests.hypervisor.fake_qemu import FakeQemu
+from tests.hypervisor.hooked import Daemon
 from tests.hypervisor.samples import SOCKET, UUID
 
 URI = "test:///default"
@@ -52,3 +54,16 @@ def code(call: Callable[[], object], kind: type[AccelvisorError]) -> str:
     with pytest.raises(kind) as caught:
         call()
     return caught.value.code
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Callable[[object], Daemon]]:
+    running: list[Daemon] = []
+
+    def start(reply: object) -> Daemon:
+        running.append(Daemon(tmp_path, reply))  # type: ignore[arg-type]
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.close()

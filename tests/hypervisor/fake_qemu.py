@@ -1,7 +1,7 @@
 """A QEMU behind its monitor, as far as hot-plug goes: ports, devices, a guest that lets go or not.
 
 The shape of the replies is that of QEMU 11.1.3 (``query-pci``, ``device_add``, ``device_del``,
-``qom-list``, ``qom-get``, ``query-cpus-fast``).
+``qom-list``, ``qom-get``, ``query-cpus-fast``, and those for objects and character devices).
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class FakeQemu:
     drivers: tuple[str, ...] = ("vfio-user-pci",)
     devices: dict[str, dict[str, Any]] = field(default_factory=dict)
     leaving: dict[str, int] = field(default_factory=dict)
+    #: Ids of character devices and objects.
+    others: list[str] = field(default_factory=list)
+    listening: bool = True
     sent: list[dict[str, Any]] = field(default_factory=list)
 
     def monitor(self, text: str) -> str:
@@ -45,6 +48,10 @@ class FakeQemu:
             "device_del": self._device_del,
             "qom-list": self._qom_list,
             "qom-get": self._qom_get,
+            "chardev-add": self._chardev_add,
+            "chardev-remove": self._remove,
+            "object-add": self._object_add,
+            "object-del": self._remove,
             "query-cpus-fast": lambda _: {"return": [{"qom-path": "/machine/unattached/cpu"}]},
         }
         reply = handlers[command["execute"]](command.get("arguments", {}))
@@ -90,6 +97,33 @@ class FakeQemu:
         if self.refuse:
             return _failure(self.refuse)
         self.devices[arguments["id"]] = arguments
+        return {"return": {}}
+
+    def _chardev_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        name = f"chardev:{arguments['id']}"
+        if name in self.others:
+            return _failure(f"Chardev with id '{arguments['id']}' already exists")
+        self.others.append(name)
+        return {"return": {}}
+
+    def _object_add(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if arguments["id"] in self.others:
+            return _failure(
+                f"attempt to add duplicate property '{arguments['id']}' to object"
+                " (type 'container')"
+            )
+        if arguments["qom-type"] == "dbus-vmstate" and not self.listening:
+            return _failure("failed to connect to DBus: 'Could not connect: Connection refused'")
+        self.others.append(arguments["id"])
+        return {"return": {}}
+
+    def _remove(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        name = arguments["id"]
+        if self.sent[-1]["execute"] == "chardev-remove":
+            name = f"chardev:{name}"
+        if name not in self.others:
+            return _failure(f"object '{name}' not found")
+        self.others.remove(name)
         return {"return": {}}
 
     def _device_del(self, arguments: dict[str, Any]) -> dict[str, Any]:

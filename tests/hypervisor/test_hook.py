@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
@@ -16,10 +16,10 @@ import pytest
 
 from accelvisor.hypervisor import hook, xml
 from accelvisor.limits import LIMITS
+from tests.hypervisor.hooked import SCRIPT, Daemon, run
 from tests.hypervisor.samples import BARE, DOMAIN, OTHER, OTHER_SOCKET, READY, SOCKET, UUID
 
 WITH_FUNCTION = xml.add(READY, UUID, SOCKET)
-SCRIPT = Path(hook.__file__)
 GOOD = {
     "uuid": UUID,
     "state": "attached",
@@ -39,7 +39,10 @@ OPERATIONS = [
     ("reconnect", "begin"),
     ("attach", "begin"),
 ]
-OTHERS = [operation for operation in OPERATIONS if operation != ("prepare", "begin")]
+#: In which nothing is done.
+OTHERS = [operation for operation in OPERATIONS if operation not in hook.OPERATIONS]
+#: In which a refusal would do harm.
+OPEN = [operation for operation, (_, closed, _) in hook.OPERATIONS.items() if not closed]
 
 Reply = Callable[[dict[str, object]], bytes]
 
@@ -61,75 +64,6 @@ def refused(message: str, hint: str = "") -> Reply:
     parameters = {"code": "a-code", "message": message, "where": "somewhere", "hint": hint}
     reply = {"error": "io.accelvisor.Admin.Conflict", "parameters": parameters}
     return lambda _: json.dumps(reply).encode() + b"\0"
-
-
-class Daemon:
-    """An accelvisord that answers with ``reply``; an empty answer hangs up, None never answers."""
-
-    def __init__(self, directory: Path, reply: Callable[[dict[str, object]], bytes | None]) -> None:
-        self._reply = reply
-        self.asked: list[str] = []
-        self._open: list[socket.socket] = []
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(directory / "admin"))
-        self._socket.listen()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                client, _ = self._socket.accept()
-            except OSError:
-                return
-            self._open.append(client)
-            buffer = b""
-            while data := client.recv(65536):
-                buffer += data
-                while b"\0" in buffer:
-                    raw, _, buffer = buffer.partition(b"\0")
-                    request = json.loads(raw)
-                    self.asked.append(request["parameters"]["function"])
-                    answer = self._reply(request)
-                    if answer == b"":
-                        client.shutdown(socket.SHUT_RDWR)
-                    elif answer is not None:
-                        client.sendall(answer)
-            client.close()
-
-    def close(self) -> None:
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join(5)
-        for client in self._open:
-            client.close()
-        assert not self._thread.is_alive()
-
-
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Callable[[object], Daemon]]:
-    running: list[Daemon] = []
-
-    def start(reply: object) -> Daemon:
-        running.append(Daemon(tmp_path, reply))  # type: ignore[arg-type]
-        return running[-1]
-
-    yield start
-    for one in running:
-        one.close()
-
-
-def run(
-    directory: Path, text: str | bytes, operation: tuple[str, str] = ("prepare", "begin")
-) -> subprocess.CompletedProcess[bytes]:
-    """As libvirt runs it: a file, four arguments, the XML on standard input, few variables."""
-    return subprocess.run(
-        [sys.executable, "-IS", str(SCRIPT), "db", *operation, "-"],
-        input=text.encode() if isinstance(text, str) else text,
-        env={"ACCELVISOR_RUN_DIR": str(directory), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        timeout=120,
-    )
 
 
 def test_a_function_that_is_ready_lets_the_domain_start(
@@ -341,6 +275,17 @@ def test_no_other_operation_can_ever_fail(
     assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
+@pytest.mark.parametrize("operation", OPEN)
+@pytest.mark.parametrize("text", [WITH_FUNCTION, WITH_FUNCTION[:-20], "<broken", ""])
+def test_where_a_refusal_would_do_harm_there_is_none(
+    tmp_path: Path, operation: tuple[str, str], text: str
+) -> None:
+    """Without a daemon, here."""
+    result = run(tmp_path, text, operation)
+    assert (result.returncode, result.stdout) == (0, b"")
+    assert result.stderr.count(b"\n") <= 1
+
+
 @pytest.mark.parametrize("arguments", [[], ["db"], ["db", "prepare"]])
 def test_too_few_arguments_are_nothing_of_ours(arguments: list[str]) -> None:
     command = [sys.executable, "-IS", str(SCRIPT), *arguments]
@@ -466,7 +411,14 @@ def _read_in_two(reading: int, writing: int, rest: bytes) -> bytes | None:
 def test_the_hooks_own_constants_are_those_of_the_rest() -> None:
     assert xml.NAMESPACE == hook.NAMESPACE
     assert xml.QEMU_NAMESPACE == hook.QEMU_NAMESPACE
-    assert LIMITS.hook_s == hook.DEADLINE_S
+    assert {operation: seconds for operation, (seconds, _, _) in hook.OPERATIONS.items()} == {
+        ("migrate", "begin"): LIMITS.hook_arriving_s,
+        ("restore", "begin"): LIMITS.hook_arriving_s,
+        ("prepare", "begin"): LIMITS.hook_s,
+        ("started", "begin"): LIMITS.hook_started_s,
+        ("stopped", "end"): LIMITS.hook_gone_s,
+        ("release", "end"): LIMITS.hook_gone_s,
+    }
     assert LIMITS.hook_xml_bytes == hook.XML_BYTES
     assert LIMITS.admin_message_bytes == hook.REPLY_BYTES
     assert LIMITS.functions == hook.FUNCTIONS
@@ -480,7 +432,8 @@ def test_the_hook_imports_only_a_few_standard_modules_and_forks_nothing() -> Non
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module or ".")
-    assert imported == {"os", "sys", "signal", "socket", "json", "xml.parsers", "typing"}
+    typing = {"typing", "collections.abc"}
+    assert imported - typing == {"os", "sys", "signal", "socket", "json", "xml.parsers"}
     called = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     assert not called & {"fork", "forkpty", "system", "popen", "posix_spawn", "execv", "spawnv"}
 

@@ -36,7 +36,7 @@ def say(what: str, **more: object) -> None:
         log.write(json.dumps({"what": what, **more}) + "\n")
 
 
-def config_of(function: str) -> bytes:
+def state_of(function: str) -> bytes:
     """The configuration space in the holder's state memfd."""
     unit = f"accelvisor-function@{function}.service"
     pid = os.popen(f"systemctl show --property=MainPID --value {unit}").read().strip()
@@ -128,11 +128,15 @@ class Standin:
             return {"parameters": {"function": {"domain_uuid": domain, "domain_socket": socket}}}
         if method in ("ReserveMigration", "PrepareRestore"):
             return {"parameters": {"xml": given["xml"]}}
+        if method == "Context":  # not of the hook: what the source's context is
+            config = state_of(self.functions[0])
+            config = await context.observe(self.monitor, self.functions[0], config)
+            return {"parameters": {"config": config.hex()}}
         if method == "RestoreContext" and CONFIG.exists():
             try:
                 await self.monitor.wait_connected(10)
                 for function in self.functions:
-                    await context.restore(self.monitor, function, CONFIG.read_bytes())
+                    await context.restore(self.monitor, function, bytes.fromhex(CONFIG.read_text()))
                 say("restored")
             except Exception as error:
                 say("restore failed", error=repr(error))
@@ -148,7 +152,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "config":
-        CONFIG.write_bytes(config_of(sys.argv[2]))
-    else:
-        asyncio.run(main())
+    asyncio.run(main())
