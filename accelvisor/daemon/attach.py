@@ -51,6 +51,7 @@ async def attach(
     async def verb() -> Attachment:
         async with functions.lock(uuid):
             function = functions.registry.find(uuid)
+            functions.require_free(function)
             move(function.state, Event.TAKEN, function.name)  # before anybody is asked
             target = await links.call(lambda port: port.get(domain))
             request = _request(functions, target, function, live, persistent)
@@ -86,6 +87,7 @@ async def detach(
     async def verb() -> Attachment:
         async with functions.lock(uuid):
             function = functions.registry.find(uuid)
+            functions.require_free(function)
             target = await links.call(lambda port: port.get(domain))
             here_live = uuid in target.live_functions
             here_stored = uuid in target.persistent_functions

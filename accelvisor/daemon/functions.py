@@ -26,7 +26,13 @@ from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.spares import Spares
 from accelvisor.daemon.store import Function
 from accelvisor.daemon.supervisor import ProcessState, Supervisor
-from accelvisor.errors import AccelvisorError, NotFoundError, SystemFailure, UsageError
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    NotFoundError,
+    SystemFailure,
+    UsageError,
+)
 from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
@@ -78,6 +84,8 @@ class Functions:
         self._placing = asyncio.Lock()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._verbs: set[asyncio.Task[Any]] = set()
+        #: UUIDs of functions that take part in a move: only the move decides about them.
+        self.held: set[str] = set()
         #: What a new function may be made of; none are kept until this is started.
         self.spares = Spares(world.paths, world.supervisor, world.new_uuid, config.daemon.spares)
         #: Called with the UUID of each function whose process was found ready.
@@ -118,6 +126,51 @@ class Functions:
             DeadlineError, HostError: the process did not come up; everything was undone.
         """
         return await self.carry(self._create(self._profile(profile), name, card))
+
+    async def bring(self, uuid: str, profile: Profile) -> Function:
+        """A function that comes from another host: with its UUID, and of its size, whatever the
+        profiles here say. Made as by :meth:`create`.
+
+        Raises:
+            CapacityError: ``no-room``.
+            ConflictError: ``function-exists``: it is here already.
+            DeadlineError, HostError: the process did not come up; everything was undone.
+        """
+        if self.registry.get(uuid) is not None:
+            raise ConflictError(
+                f"function {uuid} is on this host already",
+                code="function-exists",
+                where="functions",
+                hint="accelctl function show says whose it is",
+            )
+        return await self.carry(self._create_as(uuid, _checked_name(None, uuid), profile, None))
+
+    async def drop(self, uuid: str, words: str) -> None:
+        """End a function that a move took away, or did not bring; repeatable."""
+        await self.carry(self._drop(uuid, words))
+
+    async def _drop(self, uuid: str, words: str) -> None:
+        async with self.lock(uuid):
+            function = self.registry.get(uuid)
+            if function is None:
+                return
+            going = function.with_state(move(function.state, Event.MOVED, function.name), words)
+            await self.registry.commit(going, "function-deleting", f"{function.name}: {words}")
+            await self.remove(going, f"{function.name}: {words}")
+
+    async def wait_disconnected(self, uuid: str, deadline_s: float) -> None:
+        """Wait until no QEMU is connected, but not for ever."""
+        path = self.world.paths.function(uuid).holder_socket
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        while loop.time() < end:
+            try:
+                if not (await function_link.call(path, "status")).get("connected"):
+                    return
+            except AccelvisorError:
+                return  # it has no process
+            await asyncio.sleep(0.05)
+        LOG.warning("a QEMU is still connected to function %s, which is not its own now", uuid)
 
     async def delete(
         self, key: str, unused: Callable[[Function], Awaitable[None]] | None = None
@@ -205,6 +258,16 @@ class Functions:
         if self._verbs:
             await asyncio.wait(self._verbs, timeout=deadline_s)
 
+    def require_free(self, function: Function) -> None:
+        """ConflictError ``function-moving`` while a move decides about it."""
+        if function.uuid in self.held:
+            raise ConflictError(
+                f'function "{function.name}" is being moved with its domain',
+                code="function-moving",
+                where=f"function:{function.name}",
+                hint="wait for the migration's end, or cancel it",
+            )
+
     # --- inside ----------------------------------------------------------------------------------
 
     async def _create(self, profile: Profile, name: str | None, card: str | None) -> Function:
@@ -269,6 +332,7 @@ class Functions:
         uuid = self.registry.find(key).uuid
         async with self.lock(uuid):
             function = self.registry.find(uuid)  # it may have gone while we waited
+            self.require_free(function)
             move(function.state, Event.DELETE, function.name)
             if unused is not None:
                 await unused(function)
@@ -281,6 +345,7 @@ class Functions:
         uuid = self.registry.find(key).uuid
         async with self.lock(uuid):
             function = self.registry.find(uuid)
+            self.require_free(function)
             move(function.state, Event.RESET, function.name)
             if function.state is State.FAILED:
                 return await self.revive(function)

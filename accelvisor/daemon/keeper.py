@@ -121,6 +121,8 @@ class Keeper:
         await self._report(view, known)
         started: list[asyncio.Task[None]] = []
         for change in view.changes:
+            if change.uuid in self._functions.held:
+                continue  # a domain comes or goes with it, and the move says when
             planned = known[change.uuid]
             if change.event is Event.PROCESS_READY:
                 started += self._start_revival(change, planned)

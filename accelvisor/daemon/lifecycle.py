@@ -39,6 +39,7 @@ class Event(StrEnum):
     RELEASED = "released"  # no domain has it any more
     RESET = "reset"  # somebody asks for a reset
     DELETE = "delete"  # somebody asks for its end
+    MOVED = "moved"  # it goes on at another host, or never came from there: it ends here
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ TABLE: Mapping[tuple[State, Event], State | Refused] = {
     (State.CREATING, Event.RELEASED): _BUSY,
     (State.CREATING, Event.RESET): _BUSY,
     (State.CREATING, Event.DELETE): State.DELETING,
+    (State.CREATING, Event.MOVED): State.DELETING,
     (State.READY, Event.PROCESS_READY): State.READY,
     (State.READY, Event.PROCESS_LOST): State.FAILED,
     (State.READY, Event.TAKEN): State.ATTACHED,
@@ -72,6 +74,7 @@ TABLE: Mapping[tuple[State, Event], State | Refused] = {
     (State.READY, Event.RELEASED): State.READY,
     (State.READY, Event.RESET): State.READY,
     (State.READY, Event.DELETE): State.DELETING,
+    (State.READY, Event.MOVED): State.DELETING,
     (State.ATTACHED, Event.PROCESS_READY): State.ATTACHED,
     (State.ATTACHED, Event.PROCESS_LOST): State.FAILED,
     (State.ATTACHED, Event.TAKEN): State.ATTACHED,
@@ -79,6 +82,7 @@ TABLE: Mapping[tuple[State, Event], State | Refused] = {
     (State.ATTACHED, Event.RELEASED): State.READY,
     (State.ATTACHED, Event.RESET): State.ATTACHED,
     (State.ATTACHED, Event.DELETE): _IN_USE,
+    (State.ATTACHED, Event.MOVED): State.DELETING,
     (State.RUNNING, Event.PROCESS_READY): State.RUNNING,
     (State.RUNNING, Event.PROCESS_LOST): State.FAILED,
     (State.RUNNING, Event.TAKEN): State.ATTACHED,
@@ -86,6 +90,7 @@ TABLE: Mapping[tuple[State, Event], State | Refused] = {
     (State.RUNNING, Event.RELEASED): State.READY,
     (State.RUNNING, Event.RESET): State.RUNNING,
     (State.RUNNING, Event.DELETE): _IN_USE,
+    (State.RUNNING, Event.MOVED): State.DELETING,
     (State.FAILED, Event.PROCESS_READY): State.READY,
     (State.FAILED, Event.PROCESS_LOST): State.FAILED,
     (State.FAILED, Event.TAKEN): _LOST,
@@ -93,6 +98,7 @@ TABLE: Mapping[tuple[State, Event], State | Refused] = {
     (State.FAILED, Event.RELEASED): State.FAILED,
     (State.FAILED, Event.RESET): State.FAILED,
     (State.FAILED, Event.DELETE): State.DELETING,
+    (State.FAILED, Event.MOVED): State.DELETING,
     (State.DELETING, Event.PROCESS_READY): _GOING,
     (State.DELETING, Event.PROCESS_LOST): State.DELETING,
     (State.DELETING, Event.TAKEN): _GOING,
@@ -100,6 +106,7 @@ TABLE: Mapping[tuple[State, Event], State | Refused] = {
     (State.DELETING, Event.RELEASED): State.DELETING,
     (State.DELETING, Event.RESET): _GOING,
     (State.DELETING, Event.DELETE): State.DELETING,
+    (State.DELETING, Event.MOVED): State.DELETING,
 }
 
 
