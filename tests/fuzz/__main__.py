@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 #: Each is a module with ``--seconds``; its exit status is not 0 when it found something.
-TARGETS = ("tests.fuzz.vfio_codec", "tests.fuzz.rings")
+TARGETS = ("tests.fuzz.vfio_codec", "tests.fuzz.rings", "tests.fuzz.frames")
 
 
 def main() -> int:
