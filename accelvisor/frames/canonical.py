@@ -8,7 +8,7 @@ bounded. The format underneath is https://github.com/msgpack/msgpack/blob/master
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgpack
@@ -80,16 +80,19 @@ def decode(
     return value
 
 
-def _map(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+def _map(pairs: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
     last: str | None = None
-    for key, _ in pairs:
+    # Once through: msgpack without its C extension gives a generator.
+    for key, value in pairs:
         if not isinstance(key, str):
             raise _RefusedError("a key is no text")
         # Python compares text by code point, which is the order of its UTF-8 bytes too.
         if last is not None and key <= last:
             raise _RefusedError("keys are repeated or out of order")
+        out[key] = value
         last = key
-    return dict(pairs)
+    return out
 
 
 def _no_extension(code: int, data: bytes) -> Any:
