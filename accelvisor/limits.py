@@ -246,7 +246,7 @@ class Limits:
     # Ranges of chunks that a receiver tells after a broken connection; what is not told comes again.
     bulk_ranges: int = 4096
     # Rounds of pre-copy of one transfer; 8 are usual.
-    bulk_rounds: int = 64
+    bulk_rounds: int = 4096
     # Chunks of one round; each costs its receiver some hundred bytes until the round ends. 64 GiB in
     # pieces of 256 KiB, each cut into four by zero pages.
     bulk_chunks: int = 1 << 20
