@@ -83,6 +83,23 @@ class LibvirtConfig(_Section, frozen=True):
     uri: str = "qemu:///system"  # empty: no libvirt on this host
 
 
+class MigrationConfig(_Section, frozen=True):
+    """``[migration]``: moving functions between hosts that trust each other."""
+
+    # Where other hosts reach this one. Empty: nobody can, and nothing moves away or comes.
+    listen: str = "0.0.0.0:16519"
+    # How they are told to reach it: host:port. Empty: the host's name and that port.
+    address: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    # What the rounds before the switch-over aim at.
+    downtime_ms: Annotated[int, msgspec.Meta(ge=1, le=60_000)] = 50
+    # Bytes a second that one function's transfer may take. 0: as many as there are.
+    rate: Size = Size(0)
+    # Connections of one function's transfer.
+    streams: Annotated[int, msgspec.Meta(ge=1, le=LIMITS.bulk_streams)] = 2
+    # How long the VM's own migration waits for the first pass over device memory.
+    first_pass_s: Annotated[int, msgspec.Meta(ge=0, le=18)] = 15
+
+
 class CardConfig(_Section, frozen=True):
     """``[cards.NAME]``: one emulated card."""
 
@@ -120,6 +137,7 @@ class Config(_Section, frozen=True):
     daemon: DaemonConfig = DaemonConfig()
     admin: AdminConfig = AdminConfig()
     libvirt: LibvirtConfig = LibvirtConfig()
+    migration: MigrationConfig = MigrationConfig()
     cards: dict[Name, CardConfig] = msgspec.field(default_factory=lambda: dict(BUILTIN_CARDS))
     profiles: dict[Name, ProfileConfig] = msgspec.field(
         default_factory=lambda: dict(BUILTIN_PROFILES)
@@ -131,6 +149,7 @@ SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "daemon": DaemonConfig,
     "admin": AdminConfig,
     "libvirt": LibvirtConfig,
+    "migration": MigrationConfig,
     "cards.NAME": CardConfig,
     "profiles.NAME": ProfileConfig,
 }

@@ -81,6 +81,7 @@ class Moving:
             "windows": ram.windows(device),
             "peers": [],
             "config": device.config.read(0, s.PCI_BYTES).hex(),
+            "ram_bytes": sum(file.size for file in device.descriptors.files.values()),
             "msi": bool(device.state.u32[s.N_IRQ_SLOT]),
         }
 

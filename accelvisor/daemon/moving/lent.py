@@ -29,7 +29,9 @@ _ZEROS = memoryview(bytes(LIMITS.chunk_bytes))
 
 
 class Piece(NamedTuple):
-    """Bytes to be sent. Nobody changes them any more."""
+    """Bytes to be sent. Those of device memory are live: the function may change them, so whoever
+    hashes and sends them copies first. The view is valid until the memory is given back.
+    """
 
     kind: Kind
     offset: int
@@ -127,17 +129,15 @@ class Lent:
             for first, count in runs_of(differ.view(np.uint8)):
                 low, high = (base + first) * words, (base + first + count) * words
                 self._taken[low:high] = self._window[low:high]
-                view = np.array(self._taken[low:high]).view(np.uint8).data
-                for at in range(0, len(view), self._piece):
-                    yield Piece(Kind.WINDOW, low * 8 + at, view[at : at + self._piece])
+                view = self._taken.view(np.uint8).data
+                for at in range(low * 8, high * 8, self._piece):
+                    yield Piece(Kind.WINDOW, at, view[at : min(at + self._piece, high * 8)])
 
     def _memory_pieces(self, low: int, high: int) -> Iterator[Piece]:
         view = self._memory.view(np.uint8).data
         for at in range(low, high, self._piece):
             end = min(at + self._piece, high)
-            # A copy: what is hashed must be what is sent, and the function goes on writing.
-            copied = np.array(self._memory[at // 8 : end // 8]).view(np.uint8).data
-            yield Piece(Kind.MEMORY, at, copied)
+            yield Piece(Kind.MEMORY, at, view[at:end])
             digest.page_sums(view, self._memory_sums, at // PAGE, (end - at) // PAGE)
 
     def _hole(self, low: int, high: int) -> Iterator[Piece]:

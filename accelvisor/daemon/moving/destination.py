@@ -1,0 +1,532 @@
+"""The destination's side of one move: what the actions of :mod:`accelvisor.migration.destination`
+do here.
+
+Nothing that comes is looked into before :meth:`DestinationMove._check` has verified it, and nothing
+is given to a device but what that returned.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from accelvisor.daemon import admission
+from accelvisor.daemon.inventory import Profile
+from accelvisor.daemon.moving import documents, orders
+from accelvisor.daemon.moving.driver import Driver, in_thread
+from accelvisor.daemon.moving.services import Services
+from accelvisor.daemon.moving.source import Peer, Record
+from accelvisor.daemon.moving.staged import Staged
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DataError,
+    DeadlineError,
+    StateError,
+    UnavailableError,
+)
+from accelvisor.frames import receive, verify
+from accelvisor.frames.chunks import Header, Kind
+from accelvisor.frames.manifest import Offer, owner_digest
+from accelvisor.frames.verify import MIGRATION, Expected, Verified, Verifier
+from accelvisor.limits import LIMITS
+from accelvisor.migration import actions, destination
+from accelvisor.migration import messages as wire
+from accelvisor.migration.channel import Channel
+from accelvisor.migration.destination import Event, State
+from accelvisor.migration.receiver import Received, Receiver
+
+LOG = logging.getLogger(__name__)
+#: How long one look for a complete round lasts; then it is looked whether anybody still wants it.
+_LOOK_S = 1.0
+#: Between two tries to open the bulk connections again (seconds).
+_AGAIN_S = 0.2
+
+
+class Source(Peer, Protocol):
+    """The source, as this host reaches it."""
+
+    async def tickets(self, migration: bytes) -> list[list[bytes]]:
+        """For each function, in the offer's order."""
+        ...
+
+    async def channel(self, ticket: bytes) -> Channel:
+        """A bulk connection."""
+        ...
+
+    async def context(self, migration: bytes) -> list[bytes]:
+        """For each function its PCI configuration space, as it is now."""
+        ...
+
+
+class _InPlace:
+    """Staging for a verifier whose bytes lie in their place already."""
+
+    def write(self, header: Header, payload: object) -> None:
+        """The bulk receiver has written it."""
+
+
+@dataclass
+class Part:
+    """One function that comes."""
+
+    offered: wire.Offered
+    offer: verify.Opened[Offer]
+    verifier: Verifier
+    receiver: receive.Receiver
+    staged: Staged
+    bulk: Receiver
+    received: int = 0
+    verified: Verified | None = None
+    frame: documents.FunctionFrame | None = None
+    channels: list[Channel] = field(default_factory=list)
+
+    @property
+    def uuid(self) -> str:
+        return self.offered.function
+
+    def count(self, round_: Received) -> None:
+        """Hold a complete round against the offer. Raises FrameRefused."""
+        for header, stored, leaf in zip(round_.headers, round_.stored, round_.leaves, strict=True):
+            self.receiver.feed(header, _ANY[:stored], leaf)
+        self.received += len(round_.leaves)
+
+    def close(self) -> None:
+        """Forget what came. Blocks for a moment."""
+        self.bulk.close()
+        self.staged.close()
+
+
+class DestinationMove:
+    """One move to this host.
+
+    Args:
+        id: chosen by this host.
+        domain, domain_uuid, owner: of the VM that comes.
+        wanted: its functions, as its definition names them.
+        peer: the source.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        id: bytes,
+        domain: str,
+        domain_uuid: str,
+        wanted: tuple[wire.Wanted, ...],
+        peer: Source,
+        owner: str = "",
+    ) -> None:
+        self._services = services
+        self.id = id
+        self.domain = domain
+        self.domain_uuid = domain_uuid
+        self.peer = peer
+        self._owner = owner_digest(owner or domain_uuid)
+        self._wanted = wanted
+        self._nonce = services.entropy(16)
+        self.parts: list[Part] = []
+        self.offer: wire.Offer | None = None
+        self.sealed: wire.Sealed | None = None
+        self.known: tuple[wire.Part, ...] = ()  # of a move that is known from the journal alone
+        self.rounds = 0
+        self.first_pass = asyncio.Event()
+        self.arbiter = ""
+        self.loaded_at = 0.0
+        self._bulk: asyncio.Task[None] | None = None
+        a = actions
+        self.driver: Driver[State, Event] = Driver(
+            f"move of {domain} here",
+            destination.answer,
+            State.START,
+            {
+                a.Send: self._send,
+                a.Journal: self._journal,
+                a.Prepare: self._prepare,
+                a.AnswerHook: self._answer_hook,
+                a.Verify: self._verify,
+                a.Load: self._load,
+                a.AnswerLoad: self._answer_load,
+                a.AskArbiter: self._ask_arbiter,
+                a.Thaw: self._thaw,
+                a.Discard: self._discard,
+                a.Report: self._report,
+            },
+            actions.seconds,
+            Event.FAILED,
+            Event.DEADLINE,
+        )
+
+    # --- messages and records ---------------------------------------------------------------------
+
+    async def _send(self, action: actions.Send) -> None:
+        self.peer.send(self._message(action.message))
+        if action.message is wire.Accept and self._bulk is None:
+            self._bulk = asyncio.get_running_loop().create_task(self._receive())
+
+    def _message(self, kind: type[wire.Message]) -> wire.Message:
+        if kind is wire.Reserve:
+            host = str(self._services.keys.host)
+            return wire.Reserve(self.id, self.domain_uuid, host, self._nonce, self._wanted)
+        if kind is wire.Verified or kind is wire.Commit:
+            return kind(self.id, self._named())
+        if kind is wire.Ack:
+            return wire.Ack(self.id, self.rounds, sum(part.received for part in self.parts))
+        if kind is wire.Resume:
+            return wire.Resume(self.id, sum(part.received for part in self.parts))
+        error = self.driver.error
+        if kind is wire.Refuse and error is not None:
+            return wire.Refuse(
+                self.id, error.code, error.message[:900], error.where[:900], error.hint[:900]
+            )
+        if kind is wire.Discarded and error is not None:
+            return wire.Discarded(self.id, error.code, error.message[:900])
+        return kind(self.id)
+
+    async def _journal(self, action: actions.Journal) -> None:
+        named = self._named()
+        record = Record(
+            self.peer.host.hex,
+            [wanted.function for wanted in self._wanted],
+            [part.epoch for part in named],
+            [part.digest for part in named],
+            self.arbiter,
+            self.domain,
+        )
+        services = self._services
+        await asyncio.to_thread(
+            services.journal.write,
+            self.id,
+            "destination",
+            self.domain_uuid,
+            action.state,
+            msgspec.msgpack.encode(record),
+        )
+        services.fault(f"destination:{action.state}")
+
+    def _named(self) -> tuple[wire.Part, ...]:
+        return self.sealed.parts if self.sealed is not None else self.known
+
+    def digests(self) -> dict[str, bytes]:
+        """The seals that were verified, by function."""
+        return {part.uuid: part.verified.digest for part in self.parts if part.verified}
+
+    # --- reserving --------------------------------------------------------------------------------
+
+    async def _prepare(self, _: actions.Prepare) -> None:
+        self.driver.begin(self._make_room(), Event.RESERVED)
+
+    async def _make_room(self) -> None:
+        offer = self.offer
+        if offer is None:
+            raise ConflictError("there is no offer", code="migration-peer", where="migration")
+        services = self._services
+        if offer.arbiter != services.ledger.arbiter:
+            raise ConflictError(
+                f"the hosts ask different arbiters: {offer.arbiter} there,"
+                f" {services.ledger.arbiter} here",
+                code="migration-arbiter",
+                where="migration",
+                hint="set [ledger] alike on both",
+            )
+        self.arbiter = offer.arbiter
+        if {o.function for o in offer.functions} != {w.function for w in self._wanted}:
+            raise ConflictError(
+                "the source offers other functions", code="migration-functions", where="migration"
+            )
+        for offered, envelope in zip(offer.functions, offer.envelopes, strict=True):
+            self.parts.append(await self._part(offered, envelope))
+
+    async def _part(self, offered: wire.Offered, envelope: bytes) -> Part:
+        services = self._services
+        known = await services.ledger.floor(offered.function)
+        verifier = Verifier(
+            keyring=lambda: services.keys.keyring,
+            policy=MIGRATION,
+            expected=Expected(
+                me=str(services.keys.host),
+                source=str(self.peer.host),
+                nonce=self._nonce,
+                epoch=known,
+                owner=self._owner,
+                function=offered.function,
+                domain=self.domain_uuid,
+            ),
+            clock_ns=services.clock_ns,
+            audit=services.audit,
+            used=services.nonces,
+        )
+        opened = verifier.open_offer(envelope)
+        said = opened.statement
+        _require_same(offered, said)
+        services.functions.held.add(offered.function)
+        function = await services.functions.bring(
+            offered.function,
+            Profile(
+                offered.profile,
+                offered.cores,
+                offered.chips,
+                offered.memory_bytes,
+                offered.window_bytes,
+                offered.queues,
+                offered.ring_entries,
+            ),
+        )
+        words = f", which comes from host {self.peer.host}"
+        await admission.take(services.functions, function, self.domain, self.domain_uuid, words)
+        await self._order(offered.function, "fence", on=True)
+        sections = {int(Kind[name.upper()]): size for name, size in said.sections.items()}
+        staged = Staged(sections)
+        return Part(
+            offered,
+            opened,
+            verifier,
+            receive.Receiver(verifier, opened, _InPlace()),
+            staged,
+            Receiver(staged.views),
+        )
+
+    async def _answer_hook(self, action: actions.AnswerHook) -> None:
+        self.driver.reply("hook", True if action.yes else self._why())
+
+    # --- receiving --------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        """All rounds of all functions, over as many connections as it takes."""
+        try:
+            await self._connect()
+            await asyncio.gather(*(self._rounds_of(part) for part in self.parts))
+        except AccelvisorError as error:
+            self.driver.error = error
+            self.driver.post(Event.FAILED)
+
+    async def _connect(self) -> None:
+        tickets = await self.peer.tickets(self.id)
+        for part, some in zip(self.parts, tickets, strict=True):
+            channels = [await self.peer.channel(ticket) for ticket in some]
+            await asyncio.to_thread(part.bulk.attach, channels)
+
+    async def _rounds_of(self, part: Part) -> None:
+        while True:
+            try:
+                received: Received = await in_thread(
+                    lambda: part.bulk.wait_round(_LOOK_S), lambda: None
+                )
+            except DeadlineError as error:
+                if error.code == "peer-deadline":
+                    continue
+                await self._reconnect(error)
+            except UnavailableError as error:
+                await self._reconnect(error)
+            else:
+                part.count(received)
+
+    async def _reconnect(self, why: AccelvisorError) -> None:
+        """New bulk connections; the machine's deadline says for how long this is tried."""
+        LOG.info("%s: %s", self.driver.name, why.message)
+        while True:
+            await asyncio.sleep(_AGAIN_S)
+            try:
+                await self._connect()
+                return
+            except UnavailableError as error:
+                LOG.info("%s: %s", self.driver.name, error.message)
+
+    def round(self, message: wire.Round) -> None:
+        """The source tells that a round is over."""
+        self.rounds = message.number
+        self.first_pass.set()
+
+    # --- the switch-over --------------------------------------------------------------------------
+
+    async def _verify(self, _: actions.Verify) -> None:
+        self.driver.begin(self._check(), Event.VERIFIED)
+
+    async def _check(self) -> None:
+        sealed = self.sealed
+        if sealed is None or [p.function for p in sealed.parts] != [p.uuid for p in self.parts]:
+            raise ConflictError(
+                "the seal names other functions", code="migration-functions", where="migration"
+            )
+        for part, named, envelope in zip(self.parts, sealed.parts, sealed.envelopes, strict=True):
+            opened = part.verifier.open(envelope)
+            while part.received < opened.statement.chunks:
+                # The round is acknowledged, but may not have been counted yet.
+                await asyncio.sleep(0.001)
+                if self._bulk is None or self._bulk.done():
+                    break
+            verified = part.receiver.finish(envelope)
+            if verified.digest != named.digest or verified.manifest.epoch != named.epoch:
+                raise ConflictError(
+                    "the seal is not of its manifest", code="migration-functions", where="migration"
+                )
+            part.verified = verified
+        await self._end_bulk()
+
+    async def _load(self, _: actions.Load) -> None:
+        self.driver.begin(self._load_all(), Event.LOADED)
+
+    async def _load_all(self) -> None:
+        for part in self.parts:
+            await self._order(part.uuid, "fence", on=True)
+            await self._order(part.uuid, "migrate", to="RESUMING")
+        await asyncio.gather(*(self._load_one(part) for part in self.parts))
+        self.loaded_at = time.monotonic()
+
+    async def _load_one(self, part: Part) -> None:
+        verified = part.verified
+        if verified is None:
+            raise ConflictError("nothing was verified", code="migration-peer", where="migration")
+        sizes = {int(Kind[n.upper()]): s for n, s in verified.manifest.sections.items()}
+        staged = part.staged
+        frame = documents.decode(
+            staged.document(Kind.FUNCTION, sizes[Kind.FUNCTION]), documents.FunctionFrame
+        )
+        status = documents.decode(
+            staged.document(Kind.STATUS, sizes[Kind.STATUS]), documents.StatusFrame
+        )
+        if documents.status_digest(status.digests) != verified.manifest.digest:
+            raise StateError(
+                "the status frame is not the one that was signed",
+                code="status-frame",
+                where="status:V3",
+            )
+        before = documents.described(await self._order(part.uuid, "describe"))
+        differ = documents.context_differences(frame, bytes.fromhex(before.config))
+        if differ:
+            raise StateError(
+                f"the guest changed the function's PCI context at the last moment: {differ}",
+                code="status-context",
+                where="status:V2",
+                hint="start the migration again",
+            )
+        await asyncio.to_thread(staged.finish, sizes)
+        after = await self._order(part.uuid, "load", staged.descriptors())
+        documents.validate(frame, status, before, after)
+        part.frame = frame
+        self._services.fault("destination:device-loaded")
+
+    async def _answer_load(self, action: actions.AnswerLoad) -> None:
+        self.driver.reply("load", True if action.yes else self._why())
+
+    # --- after it ---------------------------------------------------------------------------------
+
+    async def _ask_arbiter(self, _: actions.AskArbiter) -> None:
+        if self.arbiter == "source":
+            self.peer.send(wire.Commit(self.id, self._named()))
+            return
+        self.driver.begin(self._commit(), None)
+
+    async def _commit(self) -> None:
+        ledger = self._services.ledger
+        try:
+            records = [await ledger.commit(p.function, p.epoch, self.id) for p in self._named()]
+        except UnavailableError:
+            self.driver.post(Event.ARBITER_UNREACHABLE)
+            return
+        committed = all(record.committed for record in records)
+        self.driver.post(Event.ARBITER_COMMITTED if committed else Event.ARBITER_ABORTED)
+
+    async def committed(self, message: wire.Committed) -> None:
+        """The source's ledger has given the functions to us: into ours, then it counts.
+
+        Raises:
+            DataError: a record is not signed by the source, or of another move.
+        """
+        for part, envelope in zip(message.parts, message.records, strict=True):
+            await self._services.ledger.received(
+                envelope, str(self.peer.host), part.function, self.id
+            )
+        self.driver.post(Event.ARBITER_COMMITTED)
+
+    async def _thaw(self, _: actions.Thaw) -> None:
+        self.driver.begin(self._go_on(), Event.THAWED)
+
+    async def _go_on(self) -> None:
+        uuids = self._uuids()
+        for state in actions.THAW_WALK:
+            await asyncio.gather(*(self._order(uuid, "migrate", to=state) for uuid in uuids))
+        for uuid in uuids:
+            await self._order(uuid, "moved")
+            await self._order(uuid, "fence", on=False)
+            await self._order(uuid, "track", on=False)
+        self._services.functions.held.difference_update(uuids)
+        await self._services.arrived()
+        await self._let_go()
+
+    async def _discard(self, _: actions.Discard) -> None:
+        await self.driver.settle()
+        self.driver.begin(self._drop(), Event.DISCARDED)
+
+    async def _drop(self) -> None:
+        await self._end_bulk()
+        functions = self._services.functions
+        for uuid in self._uuids():
+            if functions.registry.get(uuid) is not None:
+                await functions.drop(uuid, "its move to this host was given up")
+            functions.held.discard(uuid)
+        await self._let_go()
+
+    async def _report(self, action: actions.Report) -> None:
+        words = {
+            actions.Outcome.MOVED: "its functions compute here now",
+            actions.Outcome.FENCED: "its functions belong to another host and do not compute here",
+            actions.Outcome.RETURNED: "its functions stayed where they were",
+        }[action.outcome]
+        await self._services.record(f"migration-{action.outcome}", self.domain_uuid, words)
+
+    # --- help -------------------------------------------------------------------------------------
+
+    async def close(self) -> None:
+        """The daemon ends."""
+        await self.driver.close()
+        await self._let_go()
+
+    async def _let_go(self) -> None:
+        await self._end_bulk()
+        for part in self.parts:
+            await asyncio.to_thread(part.close)
+
+    async def _end_bulk(self) -> None:
+        if self._bulk is not None and self._bulk is not asyncio.current_task():
+            self._bulk.cancel()
+            await asyncio.gather(self._bulk, return_exceptions=True)
+
+    def _uuids(self) -> list[str]:
+        return [wanted.function for wanted in self._wanted]
+
+    async def _order(self, uuid: str, method: str, fds: Any = (), **parameters: object) -> Any:
+        path = self._services.functions.world.paths.function(uuid).control_socket
+        return await orders.order(path, method, parameters, fds, deadline_s=_ORDER_S)
+
+    def _why(self) -> AccelvisorError:
+        return self.driver.error or ConflictError(
+            "the move was given up", code="migration-aborted", where="migration"
+        )
+
+
+def _require_same(offered: wire.Offered, said: Offer) -> None:
+    """The control message and what was signed must agree: the first makes room, the second binds."""
+    signed = said.profile
+    if (
+        offered.epoch != said.epoch
+        or offered.memory_bytes != signed.memory_bytes
+        or offered.window_bytes != signed.window_bytes
+        or offered.queues != signed.queues
+        or offered.ring_entries != signed.ring_entries
+        or offered.cores != signed.cores
+    ):
+        raise DataError(
+            "the offer is not the one that was signed", code="migration-offer", where="migration"
+        )
+
+
+#: A payload of any length for whoever only wants to know its length.
+_ANY = memoryview(bytes(LIMITS.chunk_bytes))
+#: Loading reads all device memory back (seconds).
+_ORDER_S = 20.0

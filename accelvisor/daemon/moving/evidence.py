@@ -1,0 +1,114 @@
+"""What a host keeps of its verifications: the audit chain, and the nonces that were used.
+
+The audit chain is a file that is only ever appended to; each record is on disk before the refusal
+that it tells of is raised. A record that a crash cut short is cut off at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from accelvisor.errors import SystemFailure
+from accelvisor.frames import audit
+from accelvisor.frames.audit import Event, Head
+
+
+class AuditFile:
+    """Is an :class:`accelvisor.frames.audit.Sink`. Thread-safe.
+
+    Raises:
+        DataError: ``audit-damaged``, ``audit-broken``: what is there is not what was written.
+        SystemFailure: ``audit-io``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        try:
+            data = path.read_bytes() if path.exists() else b""
+            records = list(audit.unpack(data))
+            _, self.head = audit.verify(records)
+            whole = sum(len(audit.pack(record)) for record in records)
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            os.ftruncate(self._fd, whole)
+            os.lseek(self._fd, whole, os.SEEK_SET)
+        except OSError as error:
+            raise _failed(path, error) from error
+
+    def record(self, event: Event) -> None:
+        """Append it; what passed need not be on disk at once, what was refused is."""
+        with self._lock:
+            record, head = self.head.append(event)
+            try:
+                os.write(self._fd, audit.pack(record))
+                if event.code != "passed":
+                    os.fdatasync(self._fd)
+            except OSError as error:
+                raise _failed(self.path, error) from error
+            self.head = head
+
+    def known(self) -> Head:
+        """The chain's end, to be compared later."""
+        return self.head
+
+    def close(self) -> None:
+        with self._lock:
+            os.close(self._fd)
+
+
+class Nonces:
+    """Is an :class:`accelvisor.frames.verify.UsedNonces`: nonces in a table until they expire.
+
+    Raises:
+        SystemFailure: ``audit-io``.
+    """
+
+    def __init__(self, path: Path, clock_ns: Callable[[], int]) -> None:
+        self._path = path
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        try:
+            path.touch(mode=0o600)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.execute(
+                "CREATE TABLE IF NOT EXISTS nonces (nonce BLOB PRIMARY KEY, until INTEGER) STRICT"
+            )
+        except (sqlite3.Error, OSError) as error:
+            raise _failed(path, error) from error
+
+    def seen(self, nonce: bytes) -> bool:
+        """Whether it was used."""
+        with self._lock:
+            found = self._db.execute("SELECT 1 FROM nonces WHERE nonce = ?", (nonce,)).fetchone()
+        return found is not None
+
+    def use(self, nonce: bytes, until_ns: int) -> bool:
+        """Use it up; False when it was used before."""
+        with self._lock:
+            try:
+                self._db.execute("DELETE FROM nonces WHERE until < ?", (self._clock_ns(),))
+                self._db.execute("INSERT INTO nonces VALUES (?, ?)", (nonce, until_ns))
+            except sqlite3.IntegrityError:
+                return False
+            except sqlite3.Error as error:
+                raise _failed(self._path, error) from error
+        return True
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+
+def _failed(path: Path, error: Exception) -> SystemFailure:
+    return SystemFailure(
+        f"the records of verifications cannot be kept: {error}",
+        code="audit-io",
+        where=str(path),
+        hint="nothing is loaded without them: free some space, or mend the file system",
+    )

@@ -1,0 +1,302 @@
+"""Everything about moves, as one part of the daemon: made, started and stopped with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from accelvisor.daemon.config import Config
+from accelvisor.daemon.functions import Functions
+from accelvisor.daemon.moving import orders
+from accelvisor.daemon.moving.destination import DestinationMove
+from accelvisor.daemon.moving.doors import Doors
+from accelvisor.daemon.moving.evidence import AuditFile, Nonces
+from accelvisor.daemon.moving.journal import Journal
+from accelvisor.daemon.moving.keys import Keys
+from accelvisor.daemon.moving.moves import Moves
+from accelvisor.daemon.moving.owners import Owners
+from accelvisor.daemon.moving.services import Services, Settings
+from accelvisor.daemon.paths import Paths
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DeadlineError,
+    SystemFailure,
+    UsageError,
+)
+from accelvisor.hypervisor import context, entries, rewrite
+from accelvisor.hypervisor.xmltree import child, parse
+from accelvisor.migration import messages as wire
+from accelvisor.migration.listener import Deposit, Listener
+from accelvisor.migration.tickets import Tickets
+
+LOG = logging.getLogger(__name__)
+#: How long a waiting QEMU may take to connect its private monitor (seconds).
+_MONITOR_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What of the daemon this part is given.
+
+    Attributes:
+        boot: how often the daemon has started on this state directory.
+        record: an event for operators (kind, subject, message).
+        look: look at libvirt's domains again.
+        domain_state: "running", "paused" or "gone", as libvirt says.
+        group: gid of QEMU's sockets.
+    """
+
+    paths: Paths
+    config: Config
+    host: UUID
+    name: str
+    boot: int
+    functions: Functions
+    record: Callable[[str, str, str], Awaitable[Any]]
+    look: Callable[[], Awaitable[None]]
+    domain_state: Callable[[str], Awaitable[str]]
+    make_owners: Callable[[Keys], Owners]
+    group: int | None = None
+    clock_ns: Callable[[], int] = time.time_ns
+    fault: Callable[[str], None] = lambda step: None
+
+
+class MovingHost:
+    """One per daemon."""
+
+    def __init__(self, around: Around) -> None:
+        self._around = around
+        self._undo = AsyncExitStack()
+        self._refreshing: dict[str, asyncio.Task[None]] = {}
+
+    async def start(self) -> None:
+        """Come up; what was begun before a restart goes on. Undone when it fails."""
+        try:
+            await self._start()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        for task in self._refreshing.values():
+            task.cancel()
+        await self._undo.aclose()
+
+    async def _start(self) -> None:
+        around, undo = self._around, self._undo
+        settings = around.config.migration
+        state = around.paths.state
+        address = settings.address or _default_address(settings.listen)
+        self.keys = Keys(state / "trust", around.host, around.name, address, around.clock_ns)
+        journal = Journal(state / "moves.db", lambda: around.clock_ns() / 1e9)
+        undo.callback(journal.close)
+        audit = AuditFile(state / "audit")
+        undo.callback(audit.close)
+        nonces = Nonces(state / "nonces.db", around.clock_ns)
+        undo.callback(nonces.close)
+        tickets: Tickets[Deposit] = Tickets(os.urandom)
+        self.services = Services(
+            keys=self.keys,
+            ledger=around.make_owners(self.keys),
+            functions=around.functions,
+            journal=journal,
+            tickets=tickets,
+            audit=audit,
+            nonces=nonces,
+            boot=around.boot,
+            record=around.record,
+            context=self._context,
+            arrived=around.look,
+            settings=Settings(
+                downtime_s=settings.downtime_ms / 1000,
+                rate=float(settings.rate) or None,
+                streams=settings.streams,
+                first_pass_s=settings.first_pass_s,
+            ),
+            clock_ns=around.clock_ns,
+            fault=around.fault,
+        )
+        self.moves = Moves(self.services, self._domain_state)
+        undo.push_async_callback(self.moves.close)
+        self.doors = Doors(around.paths.run, self, self._event, around.group)
+        undo.push_async_callback(self.doors.close)
+        await self.follow()
+        self.listener: Listener | None = None
+        if settings.listen:
+            self.listener = Listener(
+                _listen(settings.listen), self.keys.credentials, self.moves.handler, tickets=tickets
+            )
+            await self.listener.start()
+            undo.push_async_callback(self.listener.stop)
+        await self.moves.recover()
+
+    async def follow(self) -> None:
+        """Sockets for exactly the domains that have functions."""
+        functions = self._around.functions.registry.all()
+        await self.doors.keep({f.domain_uuid for f in functions if f.domain_uuid is not None})
+
+    # --- the hook ---------------------------------------------------------------------------------
+
+    async def reserve(self, xml: str) -> str:
+        """A domain is about to come by a migration: make room, and answer with its XML here.
+
+        Raises:
+            AccelvisorError: why it cannot.
+        """
+        domain, domain_uuid, functions = _read(xml)
+        if not functions:
+            return xml
+        whose = entries.ownership(xml)
+        wanted = tuple(wire.Wanted(function, "") for function in functions)
+        await self.doors.open(domain_uuid)
+        await self.moves.begin(
+            domain, domain_uuid, wanted, source_host=whose.host, owner=whose.owner
+        )
+        return rewrite.rewrite(xml, host=str(self.keys.host), run=self._around.paths.run)
+
+    async def restore_context(self, domain: str, domain_uuid: str) -> None:
+        """The domain's QEMU has started. If it waits for a VM, give it its functions' PCI context,
+        and wait for the first pass over device memory: QEMU's own pass begins after this.
+        """
+        move = self.moves.coming(domain_uuid)
+        if move is None:
+            return
+        for part in move.parts:
+            await self._order(part.uuid, "track", on=True)
+        given = await self._give_context(move, None)
+        try:
+            async with asyncio.timeout(self.services.settings.first_pass_s):
+                await move.first_pass.wait()
+        except TimeoutError:
+            LOG.info("%s: the first pass goes on beside QEMU's own", domain)
+        self._refreshing[domain_uuid] = asyncio.get_running_loop().create_task(
+            self._refresh(move, given)
+        )
+
+    async def gone(self, domain_uuid: str, reason: str) -> None:
+        """The domain's QEMU is not there any more."""
+        self.moves.gone(domain_uuid)
+
+    async def _give_context(
+        self, move: DestinationMove, known: Sequence[bytes] | None
+    ) -> Sequence[bytes]:
+        """What the source's functions have now, where it differs from what was given before."""
+        pair = await self.doors.open(move.domain_uuid)
+        await pair.monitor.wait_connected(_MONITOR_S)
+        wanted = await move.peer.context(move.id)
+        for index, part in enumerate(move.parts):
+            if known is None or known[index] != wanted[index]:
+                await context.restore(pair.monitor, part.uuid, wanted[index])
+        return wanted
+
+    async def _refresh(self, move: DestinationMove, given: Sequence[bytes]) -> None:
+        """The guest may load a driver, or move its interrupt, while its memory is copied."""
+        seen = move.rounds
+        while move.sealed is None and move.driver.state == "receiving":
+            await asyncio.sleep(0.2)
+            if move.rounds == seen:
+                continue
+            seen = move.rounds
+            try:
+                given = await self._give_context(move, given)
+            except AccelvisorError as error:
+                LOG.info("%s: %s", move.domain, error.message)
+
+    async def _context(self, domain: str, function: str, config: bytes) -> bytes:
+        pair = self.doors.find(domain)
+        if pair is None or not pair.monitor.connected:
+            raise ConflictError(
+                "the domain's QEMU has no private monitor",
+                code="migration-monitor",
+                where=f"domain:{domain}",
+                hint="start the domain anew: it was started before accelvisor knew of migration",
+            )
+        return await context.observe(pair.monitor, function, config)
+
+    async def _order(self, uuid: str, method: str, **parameters: object) -> None:
+        paths = self._around.functions.world.paths.function(uuid)
+        await orders.order(paths.control_socket, method, parameters)
+
+    # --- QEMU (hypervisor.vmstate.Handler) ---------------------------------------------------------
+
+    async def owners(self, domain: str) -> bool:
+        """As :class:`accelvisor.hypervisor.vmstate.Handler`."""
+        answer = await self.moves.owners(domain)
+        if answer is None:
+            raise ConflictError(
+                "this VM's functions cannot be saved yet", code="save-refused", where="migration"
+            )
+        return answer
+
+    async def save(self, domain: str) -> bytes:
+        """As :class:`accelvisor.hypervisor.vmstate.Handler`."""
+        token = await self.moves.save(domain)
+        if token is None:
+            raise ConflictError("nothing was saved", code="save-refused", where="migration")
+        return token
+
+    async def load(self, domain: str, token: bytes) -> None:
+        """As :class:`accelvisor.hypervisor.vmstate.Handler`."""
+        if not await self.moves.load(domain, token):
+            raise ConflictError(
+                "no migration brings this VM here", code="migration-unknown", where="migration"
+            )
+
+    def _event(self, domain: str, name: str) -> None:
+        if name == "RESUME":
+            self.moves.resumed(domain)
+
+    async def _domain_state(self, domain: str) -> str:
+        """What the domain does: its own monitor knows best, libvirt answers for one that is gone."""
+        pair = self.doors.find(domain)
+        if pair is not None:
+            try:
+                await pair.monitor.wait_connected(_MONITOR_S)
+                status = await pair.monitor.execute("query-status")
+                return "running" if status.get("running") else "paused"
+            except (DeadlineError, AccelvisorError):
+                pass
+        return await self._around.domain_state(domain)
+
+
+def _read(xml: str) -> tuple[str, str, list[str]]:
+    """(name, UUID, functions) of a domain. Raises UsageError."""
+    document = parse(xml)
+    name, uuid = child(document.root, "name"), child(document.root, "uuid")
+    if name is None or uuid is None or not name.text or not uuid.text:
+        raise UsageError("the domain XML has no name and UUID", where="admin")
+    functions = [entry.uuid for entry in entries.functions(document)]
+    return name.text.strip(), str(UUID(uuid.text.strip())), list(dict.fromkeys(functions))
+
+
+def _listen(text: str) -> socket.socket:
+    """Raises SystemFailure ``peer-listen``."""
+    host, _, port = text.rpartition(":")
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host.strip("[]"), int(port)), family=family, backlog=64)
+    except (OSError, ValueError) as error:
+        raise SystemFailure(
+            f"cannot listen for other hosts on {text}: {error}",
+            code="peer-listen",
+            where="config:[migration] listen",
+            hint='another program may have the port; "" lets no host in',
+        ) from error
+
+
+def _default_address(listen: str) -> str:
+    """How peers reach this host where nothing is configured: by its name, at the same port."""
+    if not listen:
+        return ""
+    host, _, port = listen.rpartition(":")
+    known = host.strip("[]") not in ("", "0.0.0.0", "::")
+    return f"{host if known else socket.gethostname()}:{port}"

@@ -1,0 +1,116 @@
+"""The journal of moves: one row a move, written before anything depends on it.
+
+Its own SQLite file with one connection, used by one thread at a time (WAL, ``synchronous=FULL``, as
+:mod:`accelvisor.daemon.store`). What a row's ``record`` holds is its side's business.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelvisor.errors import StateError, SystemFailure
+
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE moves (
+    id BLOB NOT NULL,
+    role TEXT NOT NULL,           -- source or destination
+    domain TEXT NOT NULL,         -- UUID
+    state TEXT NOT NULL,
+    record BLOB NOT NULL,         -- msgpack
+    begun REAL NOT NULL,          -- seconds since 1970
+    changed REAL NOT NULL,
+    PRIMARY KEY (id, role)
+) STRICT;
+"""
+#: Moves that ended and are kept for `accelctl migration list`.
+KEPT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One move of one side."""
+
+    id: bytes
+    role: str
+    domain: str
+    state: str
+    record: bytes
+    begun: float
+    changed: float
+
+
+class Journal:
+    """The file. Thread-safe; each call is a transaction that is on disk when it returns.
+
+    Raises:
+        StateError: ``store-damaged``, ``store-newer``.
+        SystemFailure: ``store-io``.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._where = f"journal:{path}"
+        self._lock = threading.Lock()
+        try:
+            path.touch(mode=0o600)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
+            elif version != VERSION:
+                raise StateError(
+                    f"it is of version {version}", code="store-newer", where=self._where
+                )
+        except sqlite3.DatabaseError as error:
+            raise StateError(
+                f"the journal of moves is damaged: {error}", code="store-damaged", where=self._where
+            ) from error
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def write(self, id: bytes, role: str, domain: str, state: str, record: bytes) -> None:
+        """The move is in this state from here on."""
+        now = self._clock()
+        self._execute(
+            "INSERT INTO moves VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id, role) DO UPDATE"
+            " SET state = excluded.state, record = excluded.record, changed = excluded.changed",
+            (id, role, domain, state, record, now, now),
+        )
+
+    def rows(self) -> list[Row]:
+        """All moves, the oldest first."""
+        found = self._execute("SELECT * FROM moves ORDER BY begun, id", ())
+        return [Row(*row) for row in found]
+
+    def prune(self, ended: frozenset[str]) -> None:
+        """Forget the oldest of those whose state is one of ``ended``."""
+        marks = ", ".join("?" * len(ended))
+        self._execute(
+            f"DELETE FROM moves WHERE state IN ({marks}) AND rowid NOT IN (SELECT rowid FROM moves"
+            " ORDER BY changed DESC LIMIT ?)",
+            (*sorted(ended), KEPT),
+        )
+
+    def _execute(self, sql: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+        with self._lock:
+            try:
+                return self._db.execute(sql, values).fetchall()
+            except sqlite3.Error as error:
+                raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> SystemFailure:
+        return SystemFailure(
+            f"the journal of moves cannot be used: {error}", code="store-io", where=self._where
+        )

@@ -1,0 +1,370 @@
+"""This host's keys and its trust document, on disk: ``STATE/trust``, readable by the daemon alone.
+
+========== =====================================================================================
+host.pem   the keys that this host signs and seals with
+root.pem   the key that signs this host's own trust document, while no fleet's roots do
+trust      the trust document that is in force
+rotations  key changes that peers told of since
+========== =====================================================================================
+
+Each file is replaced whole (write, sync, rename), and the order of writing is such that a kill
+between two of them leaves a host that works: new keys are on disk before anybody hears of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+from uuid import UUID
+
+import msgspec
+
+from accelvisor.errors import (
+    ConflictError,
+    DataError,
+    NotFoundError,
+    PermissionDenied,
+    StateError,
+    SystemFailure,
+)
+from accelvisor.frames import changes, trust
+from accelvisor.frames import envelope as envelopes
+from accelvisor.frames.identity import Identity, PublicIdentity, SigningKey, certificate
+from accelvisor.frames.keyring import Keyring
+from accelvisor.frames.rotation import rotate
+from accelvisor.frames.trust import Host, Trust, Trusted
+from accelvisor.limits import LIMITS
+from accelvisor.migration.tls import Credentials, Pin, Pins
+
+LOG = logging.getLogger(__name__)
+_YEARS_NS = 30 * 366 * 86_400 * 10**9
+#: A clock that is behind must not make our own certificate not yet valid.
+_BEFORE_NS = 366 * 86_400 * 10**9
+_WHERE = "trust"
+K = TypeVar("K", bound=SigningKey)
+
+
+class Keys:
+    """What this host is and whom it trusts. All methods are quick and may be called in the loop.
+
+    Args:
+        directory: made when it is missing.
+        host: this host's UUID.
+        name, address: how others show and reach it (host:port, empty when it does not listen).
+
+    Raises:
+        StateError: ``trust-damaged``: a file cannot be read; nothing is made anew in its place.
+        SystemFailure: ``trust-io``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        host: UUID,
+        name: str,
+        address: str,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.host = host
+        self._directory = directory
+        self._clock_ns = clock_ns
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._load(name, address or "-")
+        except OSError as error:
+            raise SystemFailure(
+                f"keys and trust cannot be kept: {error.strerror}",
+                code="trust-io",
+                where=str(directory),
+            ) from error
+        except DataError as error:
+            raise StateError(
+                f"keys or trust are damaged: {error.message}",
+                code="trust-damaged",
+                where=str(directory),
+                hint="restore the directory; deleting it makes this host a stranger to its peers",
+            ) from error
+
+    def _load(self, name: str, address: str) -> None:
+        self.identity = self._kept(
+            "host.pem", Identity.from_pem, lambda: Identity.generate(os.urandom)
+        )
+        self.root = self._kept(
+            "root.pem", SigningKey.from_pem, lambda: SigningKey.generate(os.urandom)
+        )
+        envelope = self._read("trust")
+        if envelope is None:
+            self._trusted = self._begin(name, address)
+        else:
+            self._trusted = _opened(envelope)
+        self._rotations: tuple[bytes, ...] = self._read_rotations()
+        now = self._clock_ns()
+        self.credentials = Credentials(
+            self.host,
+            self.identity,
+            certificate(
+                self.identity,
+                self.host,
+                serial=secrets.randbits(63) | 1,
+                not_before_ns=now - _BEFORE_NS,
+                not_after_ns=now + _YEARS_NS,
+            ),
+            Pins(),
+        )
+        self._take_effect()
+        mine = self.document.host(str(self.host))
+        if mine is not None and self.mine_to_sign and (mine.name, mine.address) != (name, address):
+            self._describe(name, address)
+
+    # --- what is in force -------------------------------------------------------------------------
+
+    @property
+    def document(self) -> Trust:
+        return self._trusted.document
+
+    @property
+    def envelope(self) -> bytes:
+        """The signed document, to be shown or copied."""
+        return self._trusted.envelope
+
+    @property
+    def mine_to_sign(self) -> bool:
+        """Whether this host alone may change its document: no fleet's roots are in force."""
+        roots = self.document.roots
+        return [key.key_id for key in roots.keys] == [self.root.key_id]
+
+    def peers(self) -> list[Host]:
+        """All trusted hosts but this one, as they are with the rotations."""
+        return [host for host in self.keyring.effective.hosts if host.uuid != str(self.host)]
+
+    def find(self, name: str) -> Host:
+        """A peer by UUID or name. NotFoundError ``trust-host-unknown``."""
+        for host in self.peers():
+            if name in (host.uuid, host.name):
+                return host
+        known = ", ".join(host.name for host in self.peers()) or "none"
+        raise NotFoundError(
+            f'no trusted host is called "{name}"',
+            code="trust-host-unknown",
+            where=_WHERE,
+            hint=f"known: {known}; accelctl trust invite and join make two hosts trust each other",
+        )
+
+    @staticmethod
+    def address_of(host: Host) -> tuple[str, int]:
+        """Where a peer listens. NotFoundError ``trust-address``."""
+        text, _, port = host.address.rpartition(":")
+        if not text or not port.isdigit():
+            raise NotFoundError(
+                f"host {host.name} has no address",
+                code="trust-address",
+                where=_WHERE,
+                hint="set [migration] address there, and let the hosts join again",
+            )
+        return text.strip("[]"), int(port)
+
+    # --- changes ----------------------------------------------------------------------------------
+
+    def learn(self, uuid: UUID, keys: PublicIdentity, name: str, address: str) -> None:
+        """Trust a host that has joined; one that is known and comes with other keys gets those."""
+        now = self._clock_ns()
+        known = self.document.host(str(uuid))
+        if known is None:
+            after = changes.add_host(
+                self.document, str(uuid), name, address or "-", keys, created_ns=now
+            )
+        else:
+            after = self.document
+            if known.current is None or known.current.public != keys.signing:
+                after = changes.set_key(after, str(uuid), keys, created_ns=now, retire_ns=now)
+            after = _described(after, str(uuid), name, address or "-", now)
+        self._adopt(after)
+
+    def remove(self, name: str) -> Host:
+        """Trust a host no longer; all its keys are revoked. Returns it."""
+        host = self.find(name)
+        self._adopt(changes.remove_host(self.document, host.uuid, created_ns=self._clock_ns()))
+        return host
+
+    def revoke(self, key: str) -> None:
+        """A key counts no more. NotFoundError ``trust-key-unknown``; ConflictError for our own."""
+        if key == self.identity.key_id:
+            raise ConflictError(
+                "this is the key that this host uses",
+                code="trust-own-key",
+                where=_WHERE,
+                hint="accelctl trust rotate first",
+            )
+        self._adopt(changes.revoke_key(self.document, key, created_ns=self._clock_ns()))
+
+    def rotate(self) -> bytes:
+        """New keys for this host, at once; the old ones count for a while. Returns the statement
+        to tell the peers.
+        """
+        mine = self.keyring.effective.host(str(self.host))
+        if mine is None:
+            raise NotFoundError(
+                "this host is not in its own trust document",
+                code="trust-host-unknown",
+                where=_WHERE,
+            )
+        fresh = Identity.generate(os.urandom)
+        now = self._clock_ns()
+        retire = now + int(LIMITS.rotation_overlap_s * 10**9)
+        statement = rotate(mine, self.identity, fresh, created_ns=now, retire_ns=retire)
+        self._write("host.old.pem", self.identity.to_pem())
+        self._write("host.pem", fresh.to_pem())
+        self._take_rotation(statement)
+        self.identity = fresh
+        self._load_credentials()
+        return statement
+
+    def rotated(self, statement: bytes) -> None:
+        """A peer tells that it has new keys. DataError ``rotation-...``."""
+        self._take_rotation(statement)
+
+    def replace(self, envelope: bytes) -> None:
+        """Take over a document that a fleet's roots have signed.
+
+        Raises:
+            DataError: ``trust-...``: it is not signed as it must be, or older than ours.
+        """
+        self._install(trust.update(self._trusted, envelope))
+
+    def join_fleet(self, envelope: bytes, roots: frozenset[str]) -> None:
+        """Take over a fleet's document in the place of our own; a person has named its root keys.
+
+        Raises:
+            DataError: ``trust-roots``, ``trust-signature``, ``trust-threshold``, ``trust-shape``.
+        """
+        self._install(trust.first(envelope, roots))
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _begin(self, name: str, address: str) -> Trusted:
+        now = self._clock_ns()
+        document = changes.create([self.root.public], 1, created_ns=now)
+        document = changes.add_host(
+            document, str(self.host), name, address, self.identity.public_identity, created_ns=now
+        )
+        envelope = trust.sign(document, [self.root])
+        self._write("trust", envelope)
+        return _opened(envelope)
+
+    def _describe(self, name: str, address: str) -> None:
+        now = self._clock_ns()
+        self._adopt(_described(self.document, str(self.host), name, address, now))
+
+    def _adopt(self, document: Trust) -> None:
+        """Sign a change ourselves. PermissionDenied ``trust-roots`` where a fleet's roots must."""
+        if document is self.document:
+            return
+        if not self.mine_to_sign:
+            raise PermissionDenied(
+                "this host's trust document is signed by a fleet's root keys",
+                code="trust-roots",
+                where=_WHERE,
+                hint="change it with those keys, and give it to accelctl trust import",
+            )
+        # Several changes may have been made in a row: it is one new version.
+        document = msgspec.structs.replace(document, version=self.document.version + 1)
+        self._install(trust.update(self._trusted, trust.sign(document, [self.root])))
+
+    def _install(self, trusted: Trusted) -> None:
+        self._write("trust", trusted.envelope)
+        self._trusted = trusted
+        self._take_effect()
+
+    def _take_rotation(self, statement: bytes) -> None:
+        keyring = self.keyring.with_rotation(statement)
+        self._write("rotations", msgspec.msgpack.encode(list(keyring.rotations)))
+        self._rotations = keyring.rotations
+        self._take_effect()
+
+    def _take_effect(self) -> None:
+        self.keyring = Keyring(self.document, self._rotations)
+        now = self._clock_ns()
+        pins = [
+            Pin(UUID(host.uuid), key.public)
+            for host in self.peers()
+            for key in host.keys
+            if not key.not_after_ns or key.not_after_ns > now
+        ]
+        self.credentials.trust(Pins(pins))
+
+    def _load_credentials(self) -> None:
+        now = self._clock_ns()
+        self.credentials.renew(
+            self.identity,
+            certificate(
+                self.identity,
+                self.host,
+                serial=secrets.randbits(63) | 1,
+                not_before_ns=now - _BEFORE_NS,
+                not_after_ns=now + _YEARS_NS,
+            ),
+        )
+
+    def _read_rotations(self) -> tuple[bytes, ...]:
+        raw = self._read("rotations")
+        try:
+            return tuple(msgspec.msgpack.decode(raw, type=list[bytes])) if raw else ()
+        except msgspec.MsgspecError as error:
+            raise DataError(f"rotations: {error}") from error
+
+    # --- files ------------------------------------------------------------------------------------
+
+    def _kept(self, name: str, load: Callable[[bytes], K], make: Callable[[], K]) -> K:
+        """The key in a file, which is made when it is not there."""
+        raw = self._read(name)
+        if raw is not None:
+            return load(raw)
+        made = make()
+        self._write(name, made.to_pem())
+        return made
+
+    def _read(self, name: str) -> bytes | None:
+        try:
+            return (self._directory / name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._directory / name
+        staged = path.with_name(name + ".new")
+        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(staged, path)
+        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+
+def _opened(envelope: bytes) -> Trusted:
+    """A document of our own directory: whole, and signed by the roots that it names."""
+    payload = envelopes.decode(
+        envelope, kind=trust.TRUST_TYPE, max_bytes=LIMITS.trust_bytes
+    ).payload
+    roots = trust.decode(payload).roots
+    return trust.first(envelope, frozenset(key.key_id for key in roots.keys))
+
+
+def _described(document: Trust, uuid: str, name: str, address: str, now: int) -> Trust:
+    """The document with a host's name and address; the same one when nothing changes."""
+    host = changes.require_host(document, uuid)
+    if (host.name, host.address) == (name, address):
+        return document
+    after = msgspec.structs.replace(host, name=name, address=address)
+    hosts = [after if other is host else other for other in document.hosts]
+    return changes.change(document, now, hosts=hosts)

@@ -1,0 +1,452 @@
+"""All moves of this host: who asks for one, what belongs to which, and what a restart finds.
+
+Three kinds of callers: other hosts (messages and questions over the link), QEMU (its bus and its
+private monitor) and the hook. Each is led to the one move that it means, which decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from accelvisor.daemon.moving import documents, orders, sealing
+from accelvisor.daemon.moving.destination import DestinationMove
+from accelvisor.daemon.moving.peers import (
+    Answering,
+    AskDomain,
+    Asking,
+    AskTickets,
+    TellRotation,
+    read_question,
+)
+from accelvisor.daemon.moving.services import Services
+from accelvisor.daemon.moving.source import Record, SourceMove
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DataError,
+    NotFoundError,
+    UnavailableError,
+)
+from accelvisor.frames.trust import Host
+from accelvisor.migration import destination, source
+from accelvisor.migration import messages as wire
+from accelvisor.migration.link import Handler, PeerLink
+
+LOG = logging.getLogger(__name__)
+_S, _D = source.Event, destination.Event
+
+_TO_SOURCE: Mapping[type[wire.Message], source.Event] = {
+    wire.Accept: _S.ACCEPT,
+    wire.Ack: _S.ACK,
+    wire.Resume: _S.RESUME,
+    wire.Verified: _S.VERIFIED,
+    wire.Refuse: _S.REFUSE,
+    wire.Commit: _S.COMMIT,
+    wire.Discarded: _S.DISCARDED,
+    wire.Running: _S.RUNNING,
+}
+_TO_DESTINATION: Mapping[type[wire.Message], destination.Event] = {
+    wire.Offer: _D.OFFER,
+    wire.Refuse: _D.REFUSE,
+    wire.Round: _D.ROUND,
+    wire.Sealed: _D.SEALED,
+    wire.Abort: _D.ABORT,
+}
+#: States in which a move is over for everybody who does not name it.
+SOURCE_OVER = frozenset(
+    (source.State.DONE, source.State.RETURNED, source.State.REFUSED, source.State.ABORTED)
+)
+DESTINATION_OVER = frozenset(
+    (destination.State.RUNNING, destination.State.CLOSED, destination.State.DISCARDED)
+)
+
+
+class Moves:
+    """One per daemon.
+
+    Args:
+        domain_state: what a domain does now: "running", "paused" or "gone".
+    """
+
+    def __init__(
+        self, services: Services, domain_state: Callable[[str], Awaitable[str]]
+    ) -> None:
+        self._services = services
+        self._domain_state = domain_state
+        self.sources: dict[bytes, SourceMove] = {}
+        self.destinations: dict[bytes, DestinationMove] = {}
+        self._asking: dict[bytes, Asking] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self.handler = Handler(request=self._question, notice=self._notice)
+
+    async def close(self) -> None:
+        """The daemon ends; what is journaled goes on with the next one."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for move in self.sources.values():
+            await move.driver.close()
+            await move.let_go()
+        for coming in self.destinations.values():
+            await coming.close()
+        for asking in self._asking.values():
+            await asking.close()
+
+    # --- a VM comes -------------------------------------------------------------------------------
+
+    async def begin(
+        self,
+        domain: str,
+        domain_uuid: str,
+        wanted: Sequence[wire.Wanted],
+        *,
+        source_host: str = "",
+        owner: str = "",
+    ) -> DestinationMove:
+        """Reserve everything for a domain that is about to come. Carried to its end or undone.
+
+        Args:
+            source_host: UUID of the host that has it; empty to ask all that are trusted.
+
+        Raises:
+            NotFoundError: ``migration-no-source``: no trusted host has the domain's functions.
+            AccelvisorError: why it is refused, there or here.
+        """
+        for move in self.destinations.values():
+            if move.domain_uuid == domain_uuid and move.driver.state not in DESTINATION_OVER:
+                # A second attempt of the operator's: the first one cannot become anything any more.
+                with suppress(ConflictError):
+                    await move.driver.tell(_D.CANCEL)
+                await move.driver.reach(*DESTINATION_OVER)
+        host = await self._find_source(domain_uuid, source_host)
+        id_ = self._services.entropy(16)
+        asking = self._asking_of(host, id_)
+        move = DestinationMove(
+            self._services, id_, domain, domain_uuid, tuple(wanted), asking, owner
+        )
+        self.destinations[id_] = move
+        try:
+            await asking.open()
+            await move.driver.ask(_D.BEGIN, "hook")
+        except BaseException as error:
+            if isinstance(error, AccelvisorError):
+                move.driver.error = error
+            with suppress(ConflictError):
+                await move.driver.tell(_D.CANCEL)
+            raise
+        return move
+
+    def _asking_of(self, host: Host, id_: bytes) -> Asking:
+        def post(event: destination.Event) -> Callable[[], None]:
+            return lambda: self.destinations[id_].driver.post(event)
+
+        asking = Asking(
+            self._services.keys, host, self.handler, post(_D.LINK_LOST), post(_D.LINK_BACK)
+        )
+        self._asking[id_] = asking
+        return asking
+
+    async def _find_source(self, domain_uuid: str, hint: str) -> Host:
+        hosts = self._services.keys.peers()
+        named = [host for host in hosts if host.uuid == hint]
+        if named:
+            return named[0]
+        answers = await asyncio.gather(
+            *(self._has(host, domain_uuid) for host in hosts), return_exceptions=True
+        )
+        for host, has in zip(hosts, answers, strict=True):
+            if has is True:
+                return host
+        raise NotFoundError(
+            "no host that this one trusts has the functions of this domain",
+            code="migration-no-source",
+            where="migration",
+            hint="accelctl trust show; accelctl trust invite and join make hosts trust each other",
+        )
+
+    async def _has(self, host: Host, domain_uuid: str) -> bool:
+        asking = Asking(self._services.keys, host, Handler(), lambda: None, lambda: None)
+        try:
+            return (await asking.ask(AskDomain(domain_uuid))) == b"\1"
+        finally:
+            await asking.close()
+
+    # --- other hosts ------------------------------------------------------------------------------
+
+    def _notice(self, link: PeerLink, payload: bytes) -> None:
+        """A message. Order is kept: nothing here waits."""
+        try:
+            message = wire.decode(payload)
+        except DataError as error:
+            LOG.warning("host %s: %s", link.host, error.message)
+            link.cut(error)
+            return
+        coming = self.destinations.get(getattr(message, "migration", b""))
+        if coming is not None and coming.peer.host == link.host:
+            self._to_destination(coming, message)
+        else:
+            self._to_source(link, message)
+
+    def _to_destination(self, move: DestinationMove, message: wire.Message) -> None:
+        if isinstance(message, wire.Committed):
+            self._spawn(self._committed(move, message))
+            return
+        if isinstance(message, wire.Aborted):
+            mine = move.arbiter == "source"
+            move.driver.post(_D.ARBITER_ABORTED if mine else _D.NUDGE)
+            return
+        if isinstance(message, wire.Offer):
+            if move.offer is None:
+                move.offer = message
+        elif isinstance(message, wire.Round):
+            move.round(message)
+        elif isinstance(message, wire.Sealed) and move.sealed is None:
+            move.sealed = message
+        elif isinstance(message, wire.Refuse | wire.Abort) and message.message:
+            where = f"source:{getattr(message, 'where', '')}".rstrip(":")
+            move.driver.error = ConflictError(
+                message.message, code=message.code, where=where, hint=getattr(message, "hint", "")
+            )
+        event = _TO_DESTINATION.get(type(message))
+        if event is not None:
+            move.driver.post(event)
+
+    async def _committed(self, move: DestinationMove, message: wire.Committed) -> None:
+        if move.arbiter != "source":
+            move.driver.post(_D.NUDGE)
+            return
+        try:
+            await move.committed(message)
+        except AccelvisorError as error:
+            LOG.error("%s: %s", move.driver.name, error.message)
+
+    def _to_source(self, link: PeerLink, message: wire.Message) -> None:
+        id_ = getattr(message, "migration", b"")
+        move = self.sources.get(id_)
+        if isinstance(message, wire.Reserve) and move is None:
+            move = self._new_source(link, message)
+        if move is None or move.peer.host != link.host:
+            LOG.info("host %s tells of a move that is not known here", link.host)
+            return
+        if isinstance(move.peer, Answering) and move.peer.use(link):
+            move.driver.post(_S.LINK_BACK)
+        event = _S.RESERVE if isinstance(message, wire.Reserve) else _TO_SOURCE.get(type(message))
+        if event is None:
+            return
+        if isinstance(message, wire.Verified | wire.Commit) and not move.knows(message.parts):
+            LOG.warning("%s: host %s names another seal", move.driver.name, link.host)
+            return
+        if isinstance(message, wire.Refuse | wire.Discarded) and message.message:
+            move.driver.error = ConflictError(
+                message.message, code=message.code, where=f"destination:{link.host}",
+                hint=getattr(message, "hint", ""),
+            )  # fmt: skip
+        move.driver.post(event)
+
+    def _new_source(self, link: PeerLink, asked: wire.Reserve) -> SourceMove:
+        id_ = asked.migration
+        peer = Answering(link, link.host, lambda: self.sources[id_].driver.post(_S.LINK_LOST))
+        move = self.sources[id_] = SourceMove(self._services, asked, peer)
+        return move
+
+    async def _question(self, link: PeerLink, payload: bytes) -> bytes:
+        question = read_question(payload)
+        if isinstance(question, AskDomain):
+            functions = self._services.functions.registry.all()
+            return b"\1" if any(f.domain_uuid == question.domain for f in functions) else b"\0"
+        if isinstance(question, TellRotation):
+            self._services.keys.rotated(question.statement)
+            return b""
+        move = self.sources.get(question.migration)
+        if move is None or move.peer.host != link.host:
+            raise NotFoundError(
+                "that move is not known here", code="migration-unknown", where="migration"
+            )
+        if isinstance(question, AskTickets):
+            return msgspec.msgpack.encode(move.tickets())
+        domain = move.asked.domain
+        return msgspec.msgpack.encode(
+            [await self._context(domain, part.uuid) for part in move.parts]
+        )
+
+    async def _context(self, domain: str, uuid: str) -> bytes:
+        paths = self._services.functions.world.paths.function(uuid)
+        said = documents.described(await orders.order(paths.control_socket, "describe"))
+        return await self._services.context(domain, uuid, bytes.fromhex(said.config))
+
+    # --- QEMU -------------------------------------------------------------------------------------
+
+    def coming(self, domain_uuid: str) -> DestinationMove | None:
+        """The move that brings a domain here; None when there is none."""
+        for move in reversed(self.destinations.values()):
+            if move.domain_uuid == domain_uuid and move.driver.state not in DESTINATION_OVER:
+                return move
+        return None
+
+    def going(self, domain_uuid: str) -> SourceMove | None:
+        """The move that takes a domain away; None when there is none."""
+        for move in reversed(self.sources.values()):
+            if move.asked.domain == domain_uuid and move.driver.state not in SOURCE_OVER:
+                return move
+        return None
+
+    async def owners(self, domain_uuid: str) -> bool | None:
+        """QEMU asks who has state: the last moment to say no. None: no move has to do with it."""
+        if self.coming(domain_uuid) is not None:
+            return True
+        move = self.going(domain_uuid)
+        if move is None:
+            return None
+        return bool(await move.driver.ask(_S.QUIESCE, "owners"))
+
+    async def save(self, domain_uuid: str) -> bytes | None:
+        """The token of a move; None when no move takes the domain away."""
+        move = self.going(domain_uuid)
+        return None if move is None else bytes(await move.driver.ask(_S.SAVE, "save"))
+
+    async def load(self, domain_uuid: str, token: bytes) -> bool:
+        """Load what the token names. False when no move brings the domain here.
+
+        Raises:
+            AccelvisorError: it must not run here.
+        """
+        move = self.coming(domain_uuid)
+        if move is None:
+            return False
+        try:
+            found = sealing.read_token(token)
+            if found.migration != move.id or found.parts != move.digests():
+                raise DataError(
+                    "the token in QEMU's stream names another seal than the one that was verified",
+                    code="token",
+                    where="migration",
+                )
+        except DataError as error:
+            move.driver.error = error
+            move.driver.post(_D.BAD_LOAD)
+            raise
+        await move.driver.ask(_D.LOAD, "load")
+        return True
+
+    def resumed(self, domain_uuid: str) -> None:
+        """The domain's QEMU runs its guest (again)."""
+        self._tell(domain_uuid, _S.QEMU_RESUMED, _D.QEMU_RESUMED)
+
+    def gone(self, domain_uuid: str) -> None:
+        """The domain's QEMU has ended."""
+        self._tell(domain_uuid, _S.QEMU_GONE, _D.QEMU_GONE)
+
+    def _tell(self, domain: str, there: source.Event, here: destination.Event) -> None:
+        for move in list(self.sources.values()):
+            if move.asked.domain == domain and move.driver.state not in SOURCE_OVER:
+                move.driver.post(there)
+        for coming in list(self.destinations.values()):
+            if coming.domain_uuid == domain:
+                coming.driver.post(here)
+
+    # --- a restart --------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Take up the moves that the journal knows of."""
+        journal = self._services.journal
+        ended = frozenset(
+            state.value
+            for state in (
+                source.State.DONE, source.State.RETURNED,
+                destination.State.RUNNING, destination.State.CLOSED,
+            )
+        )  # fmt: skip
+        await asyncio.to_thread(journal.prune, ended)
+        for row in await asyncio.to_thread(journal.rows):
+            record = msgspec.msgpack.decode(row.record, type=Record)
+            if row.role == "source":
+                self._recover_source(row.id, row.domain, row.state, record)
+            else:
+                self._recover_destination(row.id, row.domain, row.state, record)
+            if row.state not in ended:
+                self._spawn(self._restarted(row.role, row.id, row.domain))
+
+    def _recover_source(self, id_: bytes, domain: str, state: str, record: Record) -> None:
+        host = UUID(hex=record.peer)
+        asked = wire.Reserve(
+            id_, domain, str(host), bytes(16),
+            tuple(wire.Wanted(uuid, "") for uuid in record.functions),
+        )  # fmt: skip
+        peer = Answering(None, host, lambda: self.sources[id_].driver.post(_S.LINK_LOST))
+        move = self.sources[id_] = SourceMove(self._services, asked, peer)
+        move.driver.state = source.State(state)
+        move.record_parts = _parts(record)
+        if move.driver.state not in SOURCE_OVER:
+            self._services.functions.held.update(record.functions)
+
+    def _recover_destination(self, id_: bytes, domain: str, state: str, record: Record) -> None:
+        wanted = tuple(wire.Wanted(uuid, "") for uuid in record.functions)
+        try:
+            host = self._services.keys.find(str(UUID(hex=record.peer)))
+        except NotFoundError:
+            LOG.error("host %s, whose move of %s is open, is trusted no more", record.peer, domain)
+            return
+        asking = self._asking_of(host, id_)
+        move = DestinationMove(
+            self._services, id_, record.domain_name, domain, wanted, asking
+        )
+        self.destinations[id_] = move
+        move.driver.state = destination.State(state)
+        move.arbiter = record.arbiter
+        move.known = _parts(record)
+        if move.driver.state not in DESTINATION_OVER:
+            self._services.functions.held.update(record.functions)
+
+    async def _restarted(self, role: str, id_: bytes, domain: str) -> None:
+        state = await self._domain_state(domain)
+        if role == "source":
+            move = self.sources[id_]
+            move.driver.post(
+                {"running": _S.RESTARTED_RUNNING, "paused": _S.RESTARTED_PAUSED}.get(
+                    state, _S.RESTARTED_GONE
+                )
+            )
+            return
+        coming = self.destinations.get(id_)
+        if coming is None:
+            return
+        coming.driver.post(
+            {"running": _D.RESTARTED_RUNNING, "paused": _D.RESTARTED_PAUSED}.get(
+                state, _D.RESTARTED_GONE
+            )
+        )
+        await self._reach(id_)
+
+    async def _reach(self, id_: bytes) -> None:
+        """Connect to the source of a move that was taken up, however long that takes."""
+        while True:
+            try:
+                await self._asking[id_].open()
+                break
+            except UnavailableError:
+                await asyncio.sleep(1)
+            except AccelvisorError as error:
+                LOG.error("%s", error.message)
+                return
+        self.destinations[id_].driver.post(_D.LINK_BACK)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _parts(record: Record) -> tuple[wire.Part, ...]:
+    digests = record.digests or [bytes(32)] * len(record.functions)
+    epochs = record.epochs or [1] * len(record.functions)
+    return tuple(
+        wire.Part(uuid, epoch, digest)
+        for uuid, epoch, digest in zip(record.functions, epochs, digests, strict=True)
+    )

@@ -1,0 +1,525 @@
+"""The source's side of one move: what the actions of :mod:`accelvisor.migration.source` do here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import mmap
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+from uuid import UUID
+
+import msgspec
+
+from accelvisor.daemon.moving import documents, orders, sealing
+from accelvisor.daemon.moving.driver import Driver, in_thread
+from accelvisor.daemon.moving.lent import Lent
+from accelvisor.daemon.moving.services import Services
+from accelvisor.daemon.store import Function
+from accelvisor.errors import AccelvisorError, ConflictError, UnavailableError
+from accelvisor.frames.chunks import Kind
+from accelvisor.function.moving import SECTION_BYTES
+from accelvisor.limits import LIMITS
+from accelvisor.migration import actions, source
+from accelvisor.migration import messages as wire
+from accelvisor.migration.channel import Channel
+from accelvisor.migration.sender import Sender
+from accelvisor.migration.source import Event, State
+
+LOG = logging.getLogger(__name__)
+#: Between two rounds that had little to copy (seconds).
+_PAUSE_S = 0.1
+#: How long the bulk connections may be gone before the transfer is given up.
+_LOST_S = 30.0
+#: How long QEMU may take to end after it handed its VM over.
+_GONE_S = 10.0
+
+
+class Peer(Protocol):
+    """The other host, however often its connection breaks."""
+
+    @property
+    def host(self) -> UUID: ...
+
+    def send(self, message: wire.Message) -> None:
+        """Lost when the link is down."""
+        ...
+
+
+class Record(msgspec.Struct, array_like=True):
+    """What the journal keeps of a move, of either side."""
+
+    peer: str
+    functions: list[str]
+    epochs: list[int]
+    digests: list[bytes]
+    arbiter: str
+    domain_name: str = ""
+
+
+@dataclass
+class Part:
+    """One function of the move."""
+
+    function: Function
+    frame: documents.FunctionFrame
+    lent: Lent
+    sender: Sender
+    epoch: int
+    sections: dict[int, int]
+    leaves: list[bytes] = field(default_factory=list)
+    status_digest: bytes = b""
+    waiting: list[Channel] = field(default_factory=list)
+    attached: asyncio.Event = field(default_factory=asyncio.Event)
+    envelope: bytes = b""
+    digest: bytes = b""
+    record: bytes = b""
+
+    @property
+    def uuid(self) -> str:
+        return self.function.uuid
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all chunks whose leaves are counted."""
+        return self.sender.payload_bytes
+
+    def close(self) -> None:
+        """Give the memory back and end the transfer. Blocks for a moment."""
+        self.sender.close()
+        self.lent.close()
+        for channel in self.waiting:
+            channel.close()
+        self.waiting.clear()
+
+
+class SourceMove:
+    """One move away from this host.
+
+    Args:
+        asked: what the destination wants.
+        peer: the destination.
+    """
+
+    def __init__(self, services: Services, asked: wire.Reserve, peer: Peer) -> None:
+        self._services = services
+        self.asked = asked
+        self.peer = peer
+        self.parts: list[Part] = []
+        self.rounds = 0
+        self.begun = time.monotonic()
+        self.frozen_at = 0.0
+        #: Of a move that is known from the journal alone.
+        self.record_parts: tuple[wire.Part, ...] = ()
+        self.records: tuple[bytes, ...] = ()
+        self._offer: wire.Offer
+        self._copying: asyncio.Task[None] | None = None
+        self._stop_copying = asyncio.Event()
+        a = actions
+        self.driver: Driver[State, Event] = Driver(
+            f"move of {asked.domain} away",
+            source.answer,
+            State.START,
+            {
+                a.Send: self._send,
+                a.Journal: self._journal,
+                a.Inspect: self._inspect,
+                a.StartRounds: self._start_rounds,
+                a.NextRound: self._next_round,
+                a.Rewind: self._rewind,
+                a.Freeze: self._freeze,
+                a.ShipLast: self._ship_last,
+                a.Seal: self._seal,
+                a.AnswerOwners: self._answer_owners,
+                a.AnswerSave: self._answer_save,
+                a.AskArbiter: self._ask_arbiter,
+                a.Thaw: self._thaw,
+                a.Scrub: self._scrub,
+                a.Report: self._report,
+            },
+            actions.seconds,
+            Event.FAILED,
+            Event.DEADLINE,
+        )
+
+    # --- messages and records ---------------------------------------------------------------------
+
+    async def _send(self, action: actions.Send) -> None:
+        self.peer.send(self._message(action.message))
+
+    def _message(self, kind: type[wire.Message]) -> wire.Message:
+        id_ = self.asked.migration
+        if kind is wire.Offer:
+            return self._offer
+        if kind is wire.Sealed:
+            return wire.Sealed(id_, self._named(), tuple(part.envelope for part in self.parts))
+        if kind is wire.Committed:
+            return wire.Committed(id_, self.record_parts, self.records)
+        error = self.driver.error
+        if kind is wire.Refuse and error is not None:
+            return wire.Refuse(id_, error.code, error.message[:900], error.where, error.hint[:900])
+        if kind is wire.Abort and error is not None:
+            return wire.Abort(id_, error.code, error.message[:900])
+        return kind(id_)
+
+    async def _journal(self, action: actions.Journal) -> None:
+        record = Record(
+            self.peer.host.hex,
+            [part.uuid for part in self.parts],
+            [part.epoch for part in self.parts],
+            [part.digest for part in self.parts],
+            self._services.ledger.arbiter,
+        )
+        services, asked = self._services, self.asked
+        await asyncio.to_thread(
+            services.journal.write,
+            asked.migration,
+            "source",
+            asked.domain,
+            action.state,
+            msgspec.msgpack.encode(record),
+        )
+        services.fault(f"source:{action.state}")
+
+    def _named(self) -> tuple[wire.Part, ...]:
+        return tuple(
+            wire.Part(part.uuid, part.epoch, part.digest) for part in self.parts if part.digest
+        )
+
+    def knows(self, parts: tuple[wire.Part, ...]) -> bool:
+        """Whether these are this move's functions with their seals."""
+        return parts == (self._named() or self.record_parts)
+
+    # --- before the switch-over -------------------------------------------------------------------
+
+    async def _inspect(self, _: actions.Inspect) -> None:
+        self.driver.begin(self._look(), Event.INSPECTED)
+
+    async def _look(self) -> None:
+        """Are the functions here, the domain's, ours, and in a state to be moved?"""
+        asked, services = self.asked, self._services
+        if asked.destination != str(self.peer.host):
+            raise ConflictError(
+                "a host asks for a move to another host", code="migration-peer", where="migration"
+            )
+        mine = {
+            function.uuid: function
+            for function in services.functions.registry.all()
+            if function.domain_uuid == asked.domain
+        }
+        wanted = {wanted.function for wanted in asked.functions}
+        if set(mine) != wanted:
+            raise ConflictError(
+                "the domain's functions here are not those of its definition: "
+                + ", ".join(sorted(set(mine) ^ wanted)),
+                code="migration-functions",
+                where="migration",
+                hint="accelctl function list shows whose they are",
+            )
+        busy = set(mine) & services.functions.held
+        if busy:
+            raise ConflictError(
+                f"function {busy.pop()} takes part in another move",
+                code="migration-busy",
+                where="migration",
+            )
+        services.functions.held.update(mine)
+        for function in mine.values():
+            self.parts.append(await self._part(function))
+        envelopes = tuple(sealing.offer(services, self, part) for part in self.parts)
+        self._offer = wire.Offer(
+            asked.migration,
+            services.ledger.arbiter,
+            tuple(sealing.offered(part) for part in self.parts),
+            envelopes,
+        )
+
+    async def _part(self, function: Function) -> Part:
+        services = self._services
+        paths = services.functions.world.paths.function(function.uuid)
+        said = documents.described(await orders.order(paths.control_socket, "describe"))
+        given = await orders.order(paths.holder_socket, "lend", expected=4)
+        lent = Lent(given.fds, function.memory_bytes, function.window_bytes)
+        owned = await services.ledger.owned(function.uuid)
+        sections: dict[int, int] = {
+            Kind.FUNCTION: LIMITS.manifest_bytes,
+            Kind.STATUS: LIMITS.manifest_bytes,
+            Kind.STATE: SECTION_BYTES,
+            Kind.WINDOW: function.window_bytes,
+            Kind.MEMORY: function.memory_bytes,
+            Kind.EXTENTS: said.ram_bytes + LIMITS.manifest_bytes,
+        }
+        sender = Sender(rate=services.settings.rate)
+        frame = documents.function_frame(said)
+        return Part(function, frame, lent, sender, owned, sections)
+
+    def tickets(self) -> list[list[bytes]]:
+        """For the destination, which opens the bulk connections: for each function its tickets."""
+        services = self._services
+        loop = asyncio.get_running_loop()
+        now = time.monotonic()
+
+        def issue(part: Part) -> bytes:
+            def deposit(channel: Channel) -> None:
+                loop.call_soon_threadsafe(self._deposit, part, channel)
+
+            return services.tickets.issue(self.peer.host, deposit, now)
+
+        return [[issue(part) for _ in range(services.settings.streams)] for part in self.parts]
+
+    def _deposit(self, part: Part, channel: Channel) -> None:
+        part.waiting.append(channel)
+        if len(part.waiting) == self._services.settings.streams:
+            channels, part.waiting = part.waiting, []
+            attaching = asyncio.get_running_loop().create_task(self._attach(part, channels))
+            attaching.add_done_callback(lambda done: done.exception())
+
+    async def _attach(self, part: Part, channels: list[Channel]) -> None:
+        await asyncio.to_thread(part.sender.attach, channels)
+        part.attached.set()
+
+    async def _start_rounds(self, _: actions.StartRounds) -> None:
+        self._copy(first=True)
+
+    async def _next_round(self, _: actions.NextRound) -> None:
+        self.rounds += 1
+        self._copy(first=False)
+
+    async def _rewind(self, _: actions.Rewind) -> None:
+        """The bulk connections tell each other what is missing."""
+
+    def _copy(self, *, first: bool) -> None:
+        """A round beside; the freeze may come in the middle of one, and does not wait for it."""
+        if self._copying is None or self._copying.done():
+            self._copying = asyncio.get_running_loop().create_task(self._round(first))
+
+    async def _round(self, first: bool) -> None:
+        try:
+            if first:
+                await self._everywhere("migrate", to="PRE_COPY")
+                await self._everywhere("track", on=True)
+            else:
+                await self._pause()
+            if self._stop_copying.is_set():
+                return
+            await asyncio.gather(*(self._copy_part(part, first) for part in self.parts))
+            self.peer.send(
+                wire.Round(
+                    self.asked.migration,
+                    self.rounds,
+                    sum(len(part.leaves) for part in self.parts),
+                    sum(part.sender.progress.sent for part in self.parts),
+                )
+            )
+        except AccelvisorError as error:
+            LOG.warning("%s: %s", self.driver.name, error.message)
+            self.driver.error = error
+            self.driver.post(Event.FAILED)
+
+    async def _pause(self) -> None:
+        """Rounds go on until the VM stops; one that has little to do may wait."""
+        quiet = sum(part.lent.dirty_bytes() for part in self.parts) < LIMITS.chunk_bytes
+        try:
+            async with asyncio.timeout(_PAUSE_S if quiet else _PAUSE_S / 10):
+                await self._stop_copying.wait()
+        except TimeoutError:
+            pass
+
+    async def _copy_part(self, part: Part, first: bool) -> None:
+        def fill() -> None:
+            for piece in part.lent.everything() if first else part.lent.changes():
+                part.sender.send(piece.kind, piece.offset, piece.view)
+
+        await asyncio.to_thread(fill)
+        part.leaves += await self._end_round(part)
+
+    async def _end_round(self, part: Part) -> list[bytes]:
+        """Wait until the destination has the round, over new connections when they break."""
+        lost: AccelvisorError | None = None
+        while True:
+            try:
+                async with asyncio.timeout(_LOST_S):
+                    await part.attached.wait()
+            except TimeoutError:
+                raise lost or UnavailableError(
+                    "the destination did not open its connections",
+                    code="peer-lost",
+                    where="migration",
+                ) from None
+            try:
+                leaves: list[bytes] = await in_thread(
+                    part.sender.end_round, lambda: part.sender.cancel(_CANCELLED)
+                )
+                return leaves
+            except UnavailableError as error:
+                if error is _CANCELLED:
+                    raise
+                lost = error
+                part.attached.clear()
+
+    # --- the switch-over --------------------------------------------------------------------------
+
+    async def _freeze(self, _: actions.Freeze) -> None:
+        self._stop_copying.set()
+        self.driver.begin(self._walk_to_stop(), Event.FROZEN)
+
+    async def _walk_to_stop(self) -> None:
+        self.frozen_at = time.monotonic()
+        await self._everywhere("fence", on=True)
+        for state in actions.FREEZE_WALK:
+            await self._everywhere("migrate", to=state)
+
+    async def _ship_last(self, _: actions.ShipLast) -> None:
+        self.driver.begin(self._last_round(), Event.SHIPPED)
+
+    async def _last_round(self) -> None:
+        if self._copying is not None:
+            await asyncio.gather(self._copying, return_exceptions=True)
+        await asyncio.gather(*(self._last_of(part) for part in self.parts))
+
+    async def _last_of(self, part: Part) -> None:
+        control = self._services.functions.world.paths.function(part.uuid).control_socket
+        said = documents.described(await orders.order(control, "describe"))
+        extents = await orders.order(control, "extents", expected=1)
+        try:
+            size = os.fstat(extents.fds[0]).st_size
+            mapped = mmap.mmap(extents.fds[0], size, prot=mmap.PROT_READ)
+        finally:
+            extents.close()
+
+        def fill() -> None:
+            for piece in part.lent.changes():
+                part.sender.send(piece.kind, piece.offset, piece.view)
+            part.frame = documents.function_frame(said)
+            status = documents.status_frame(said, part.lent.digests())
+            part.status_digest = documents.status_digest(status.digests)
+            last: dict[Kind, bytes | mmap.mmap] = {
+                Kind.FUNCTION: documents.encode(part.frame),
+                Kind.STATUS: documents.encode(status),
+                Kind.STATE: part.lent.section(),
+                Kind.EXTENTS: mapped,
+            }
+            for kind, data in last.items():
+                part.sections[kind] = len(data)
+                part.sender.send(kind, 0, memoryview(data))
+
+        await asyncio.to_thread(fill)
+        part.leaves += await self._end_round(part)
+
+    async def _seal(self, _: actions.Seal) -> None:
+        self.driver.begin(self._sign(), Event.SEALED)
+
+    async def _sign(self) -> None:
+        for part in self.parts:
+            part.envelope, part.digest = sealing.manifest(self._services, self, part)
+        for part in self.parts:
+            await self._services.ledger.prepare(
+                part.uuid, part.epoch, self.asked.migration, str(self.peer.host), part.digest
+            )
+
+    async def _answer_owners(self, action: actions.AnswerOwners) -> None:
+        self.driver.reply("owners", action.yes)
+
+    async def _answer_save(self, action: actions.AnswerSave) -> None:
+        if action.yes:
+            self.driver.reply("save", sealing.token(self.asked.migration, self._named()))
+        else:
+            self.driver.reply("save", _NOT_NOW)
+
+    # --- after it ---------------------------------------------------------------------------------
+
+    async def _ask_arbiter(self, action: actions.AskArbiter) -> None:
+        self.driver.begin(self._decide(action.decision), None)
+
+    async def _decide(self, decision: actions.Decision) -> None:
+        services, id_ = self._services, self.asked.migration
+        commit = decision is actions.Decision.COMMIT
+        parts = self.record_parts or self._named()
+        try:
+            committed = [
+                await (services.ledger.commit if commit else services.ledger.abort)(
+                    part.function, part.epoch, id_
+                )
+                for part in parts
+            ]
+        except UnavailableError as error:
+            LOG.warning("%s: %s", self.driver.name, error.message)
+            self.driver.post(Event.ARBITER_UNREACHABLE)
+            return
+        if all(record.committed for record in committed) and committed:
+            self.record_parts = parts
+            self.records = tuple(record.envelope for record in committed)
+            self.driver.post(Event.ARBITER_COMMITTED)
+        else:
+            self.driver.post(Event.ARBITER_ABORTED)
+
+    async def _thaw(self, _: actions.Thaw) -> None:
+        """At once: the guest waits. What is copied beside is cut off first."""
+        self._stop_copying.set()
+        for part in self.parts:
+            part.sender.cancel(_CANCELLED)
+        await self.driver.settle()
+        self.driver.begin(self._go_on(), Event.THAWED)
+
+    async def _go_on(self) -> None:
+        for state in actions.THAW_WALK:
+            await self._everywhere("migrate", to=state)
+        await self._everywhere("fence", on=False)
+        await self._everywhere("track", on=False)
+        await self.let_go()
+
+    async def _scrub(self, _: actions.Scrub) -> None:
+        self.driver.begin(self._remove(), Event.SCRUBBED)
+
+    async def _remove(self) -> None:
+        functions = self._services.functions
+        uuids = [part.function for part in self.record_parts] or [p.uuid for p in self.parts]
+        for uuid in uuids:
+            await functions.wait_disconnected(uuid, _GONE_S)
+            await functions.drop(uuid, f"moved to host {self._peer_name()}")
+        await self.let_go()
+
+    async def _report(self, action: actions.Report) -> None:
+        words = {
+            actions.Outcome.MOVED: f"its functions compute on host {self._peer_name()}",
+            actions.Outcome.RETURNED: "its functions stay",
+            actions.Outcome.FENCED: "its functions belong to the other host now",
+        }[action.outcome]
+        error = self.driver.error
+        why = f" ({error.message})" if error is not None and action.outcome != "moved" else ""
+        kind = f"migration-{action.outcome}"
+        await self._services.record(kind, self.asked.domain, f"{words}{why}")
+
+    async def let_go(self) -> None:
+        """Give back what was borrowed; the move may still be asked about."""
+        if self._copying is not None:
+            self._copying.cancel()
+            await asyncio.gather(self._copying, return_exceptions=True)
+        for part in self.parts:
+            await asyncio.to_thread(part.close)
+        self._services.functions.held.difference_update(part.uuid for part in self.parts)
+
+    # --- help -------------------------------------------------------------------------------------
+
+    async def _everywhere(self, method: str, **parameters: object) -> None:
+        """The same order to every function of the VM; done when all have carried it out."""
+        paths = self._services.functions.world.paths
+        uuids = [part.uuid for part in self.parts] or [p.function for p in self.record_parts]
+        await asyncio.gather(
+            *(
+                orders.order(paths.function(uuid).control_socket, method, parameters)
+                for uuid in uuids
+            )
+        )
+
+    def _peer_name(self) -> str:
+        known = self._services.keys.keyring.effective.host(str(self.peer.host))
+        return known.name if known is not None else str(self.peer.host)
+
+
+_CANCELLED = UnavailableError("the move was given up", code="migration-aborted", where="migration")
+_NOT_NOW = ConflictError(
+    "nothing was sealed for this VM", code="migration-out-of-order", where="migration"
+)

@@ -1,0 +1,153 @@
+"""A VM without a hypervisor: RAM, functions, a program that runs on its guest library, and a move to
+another host as libvirt and QEMU would do it, step by step.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid as uuids
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelvisor.embedded.host import EmbeddedHost
+from accelvisor.embedded.machine import Machine
+from accelvisor.errors import AccelvisorError
+from accelvisor.hypervisor.xml import NAMESPACE
+from accelvisor.limits import MIB
+from accelvisor.vfio_user.client import Client
+from accelvisor.vfio_user.transport import ClientTransport
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How long a move's parts took, in seconds.
+
+    Attributes:
+        downtime_s: the guest stood still.
+        total_s: from the first word to the last.
+    """
+
+    downtime_s: float
+    total_s: float
+
+
+class EmbeddedVm:
+    """A domain on an embedded host.
+
+    Args:
+        functions: UUIDs, which it is given.
+        ram_bytes: of the guest.
+    """
+
+    def __init__(
+        self,
+        host: EmbeddedHost,
+        functions: Sequence[str],
+        *,
+        name: str = "vm",
+        ram_bytes: int = 64 * MIB,
+    ) -> None:
+        self.host = host
+        self.name = name
+        self.uuid = str(uuids.uuid4())
+        self.functions = list(functions)
+        self._ram_bytes = ram_bytes
+        self.transports, self.machine = self._start(host, running=True)
+
+    def transport(self, function: str | None = None) -> ClientTransport:
+        """What the guest's library drives; of the first function without an argument."""
+        return self.transports[function or self.functions[0]]
+
+    def close(self) -> None:
+        """The VM ends."""
+        self._end(self.transports, self.machine)
+
+    def migrate(
+        self, target: EmbeddedHost, *, before_stop: Callable[[], None] = lambda: None
+    ) -> Moved:
+        """Move to another host while the guest computes. When it is refused, the VM goes on here.
+
+        The guest's own memory is copied once while it runs and once more while it stands still. The
+        guest library's transports are this VM's: it goes on with those of the other host.
+
+        Args:
+            before_stop: called when the guest is about to stop.
+
+        Raises:
+            AccelvisorError: why it stays where it is.
+        """
+        began = time.monotonic()
+        with target.admin() as admin:
+            admin.call("ReserveMigration", {"xml": self.xml()})
+            try:
+                transports, machine = self._start(target, running=False)
+                try:
+                    admin.call("RestoreContext", {"domain": self.name, "domain_uuid": self.uuid})
+                    before_stop()
+                    stopped = time.monotonic()
+                    self._switch(transports, machine)
+                except BaseException:
+                    self._end(transports, machine)
+                    raise
+            except AccelvisorError:
+                admin.call("DomainGone", {"domain_uuid": self.uuid, "reason": "failed"})
+                raise
+            ended = time.monotonic()
+        old = self.transports, self.machine
+        self.transports, self.machine, source, self.host = transports, machine, self.host, target
+        self._end(*old)
+        with source.admin() as admin:
+            admin.call("DomainGone", {"domain_uuid": self.uuid, "reason": "migrated"})
+        return Moved(ended - stopped, time.monotonic() - began)
+
+    def _switch(self, transports: dict[str, ClientTransport], machine: Machine) -> None:
+        self.machine.stop()
+        try:
+            token = self.machine.save()
+            for uuid, transport in self.transports.items():
+                transport.move_memory(transports[uuid])
+            machine.load(token)
+        except BaseException:
+            self.machine.resume()
+            raise
+        machine.resume()
+
+    def xml(self) -> str:
+        """What libvirt would say of the domain, as far as accelvisord reads it."""
+        entries = "".join(
+            f'<accelvisor:function uuid="{uuid}" socket="{self._socket(self.host, uuid)}"'
+            f' bus="accel-port-{uuid}"/>'
+            for uuid in self.functions
+        )
+        return (
+            f"<domain type='qemu'><name>{self.name}</name><uuid>{self.uuid}</uuid><metadata>"
+            f"<accelvisor:functions xmlns:accelvisor='{NAMESPACE}'>{entries}</accelvisor:functions>"
+            "</metadata></domain>"
+        )
+
+    def _socket(self, host: EmbeddedHost, uuid: str) -> str:
+        return f"{host.directory}/run/function/{uuid}/libvirt-{self.uuid}"
+
+    def _start(
+        self, host: EmbeddedHost, *, running: bool
+    ) -> tuple[dict[str, ClientTransport], Machine]:
+        transports: dict[str, ClientTransport] = {}
+        with host.admin() as admin:
+            for uuid in self.functions:
+                given: dict[str, Any] = {
+                    "function": uuid, "domain": self.name, "domain_uuid": self.uuid,
+                }  # fmt: skip
+                admin.call("AdmitDomain", given)
+                client = Client(self._socket(host, uuid))
+                transports[uuid] = ClientTransport(
+                    client, ram_bytes=self._ram_bytes, enable=running
+                )
+        clients = {uuid: transport.client for uuid, transport in transports.items()}
+        return transports, Machine(f"{host.directory}/run", self.uuid, clients, running)
+
+    @staticmethod
+    def _end(transports: dict[str, ClientTransport], machine: Machine) -> None:
+        machine.close()
+        for transport in transports.values():
+            transport.close()
