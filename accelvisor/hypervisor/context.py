@@ -18,12 +18,10 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from accelvisor.errors import (
-    AccelvisorError,
     ConflictError,
     NotFoundError,
     StateError,
@@ -37,6 +35,8 @@ CONFIG_BYTES = 4096
 _ADDRESS, _DATA = 0xCF8, 0xCFC
 _COMMAND, _BARS, _CAPABILITIES, _LINE = 0x04, 0x10, 0x34, 0x3C
 _PM, _MSI = 0x01, 0x05
+#: What the two ports reach of a configuration space.
+_PORTS_BYTES = 256
 _BUSES = 0x18  # of a bridge: primary, secondary, subordinate, latency timer
 #: I/O, memory and bus master enable, parity, SERR, and INTx disable: what a guest may set.
 _COMMAND_BITS = 0x0547
@@ -93,6 +93,8 @@ def plan(config: bytes) -> tuple[Write, ...]:
     if _PM in capabilities:
         at = capabilities[_PM] + 4
         steps.append(Write(at, 2, _u16(config, at) & 3, 3))
+    if any(step.register + step.width > _PORTS_BYTES for step in steps):
+        _refuse("a capability does not end")
     return tuple(steps)
 
 
@@ -216,8 +218,7 @@ async def restore(monitor: Monitor, function: str, config: bytes) -> None:
         await _behind(monitor, place, steps)
     finally:
         # The guest may stand between its write to one port and that to the other.
-        with suppress(AccelvisorError):
-            await _write(monitor, _ADDRESS, 4, latch)
+        await _write(monitor, _ADDRESS, 4, latch)
 
 
 async def _behind(monitor: Monitor, place: Place, steps: Sequence[Write]) -> None:
@@ -236,9 +237,8 @@ async def _behind(monitor: Monitor, place: Place, steps: Sequence[Write]) -> Non
         await _compare(monitor, bus, steps)
     finally:
         if lent:
-            with suppress(AccelvisorError):
-                await _write(monitor, _ADDRESS, 4, place.of_port(_BUSES))
-                await _write(monitor, _DATA, 4, numbers)
+            await _write(monitor, _ADDRESS, 4, place.of_port(_BUSES))
+            await _write(monitor, _DATA, 4, numbers)
 
 
 async def _compare(monitor: Monitor, bus: int, steps: Sequence[Write]) -> None:

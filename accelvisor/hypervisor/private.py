@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from accelvisor.errors import AccelvisorError, DeadlineError, ProtocolError, UnavailableError
-from accelvisor.hypervisor import endpoints
 from accelvisor.hypervisor.companions import VMSTATE_ID, vmstate_object
+from accelvisor.hypervisor.endpoints import Door, Peer
 from accelvisor.hypervisor.monitor import MonitorError
 from accelvisor.hypervisor.qmp import Codec, Event, Greeting, Reply
 from accelvisor.limits import LIMITS
@@ -48,14 +48,12 @@ class Private:
         on_event: Callable[[str, Event], None],
         *,
         on_connect: Callable[[str], None] = lambda _: None,
-        trusted: Callable[[endpoints.Peer], bool] = lambda _: True,
+        trusted: Callable[[Peer], bool] = lambda _: True,
     ) -> None:
-        self.path = Path(path)
         self.domain = domain
         self._on_event = on_event
         self._on_connect = on_connect
-        self._trusted = trusted
-        self._server: asyncio.Server | None = None
+        self._door = Door(path, self._serve, trusted)
         self._session: _Session | None = None
         self._connected = asyncio.Event()
 
@@ -65,22 +63,12 @@ class Private:
         return self._connected.is_set()
 
     async def start(self, *, group: int | None = None) -> None:
-        """Listen. SystemFailure ``domain-socket``."""
-        sock = endpoints.listen(self.path, group)
-        self._server = await asyncio.start_server(self._accept, sock=sock, limit=_CHUNK)
+        """Listen; the socket gets this group (gid). SystemFailure ``domain-socket``."""
+        await self._door.open(group)
 
     async def close(self) -> None:
         """Hang up and leave no socket behind. Idempotent."""
-        if self._server is not None:
-            endpoints.remove(self.path)
-            self._server.close()
-        if self._session is not None:
-            self._session.task.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._session.task
-        if self._server is not None:
-            await self._server.wait_closed()
-            self._server = None
+        await self._door.close()
 
     async def wait_connected(self, deadline_s: float) -> None:
         """Until a QEMU takes commands. UnavailableError ``monitor-unavailable``."""
@@ -121,31 +109,20 @@ class Private:
             await self.execute("object-del", {"id": VMSTATE_ID})
         await self.execute("object-add", vmstate_object(bus))
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        session = opening = None
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _peer: Peer
+    ) -> None:
+        self._session = session = _Session(reader, writer, self._event)
+        opening = asyncio.create_task(self._open(session, writer))
         try:
-            peer = endpoints.peer_of(writer.get_extra_info("socket"))
-            if self._session is not None or not self._trusted(peer):
-                why = "not the domain's QEMU" if self._session is None else "one more client"
-                LOG.warning("monitor of %s: %s (pid %d)", self.domain, why, peer.pid)
-                return
-            self._session = session = _Session(reader, writer, self._event)
-            opening = asyncio.create_task(self._open(session, writer))
             await session.run()
-        except (ProtocolError, UnavailableError) as error:
-            LOG.info("monitor of %s: %s", self.domain, error.message)
-        except OSError as error:
-            LOG.info("monitor of %s: %s", self.domain, error)
         finally:
-            if session is not None:
-                self._connected.clear()
-                self._session = None
-                session.end()
-            if opening is not None:
-                opening.cancel()
-                with suppress(asyncio.CancelledError):
-                    await opening
-            writer.close()
+            self._connected.clear()
+            self._session = None
+            session.end()
+            opening.cancel()
+            with suppress(asyncio.CancelledError):
+                await opening
 
     async def _open(self, session: _Session, writer: asyncio.StreamWriter) -> None:
         """Leave negotiation mode, whenever QEMU gets to it: it may be in the middle of a load."""
@@ -182,10 +159,6 @@ class _Session:
         writer: asyncio.StreamWriter,
         on_event: Callable[[Event], None],
     ) -> None:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a session belongs to a task")
-        self.task = task
         self._reader = reader
         self._writer = writer
         self._on_event = on_event
@@ -194,11 +167,10 @@ class _Session:
         self.greeted = asyncio.Event()
 
     async def run(self) -> None:
-        """Until QEMU hangs up: UnavailableError ``monitor-closed``."""
+        """Until QEMU hangs up."""
         while data := await self._reader.read(_CHUNK):
             for message in self._codec.feed(data):
                 self._take(message)
-        raise _gone("it closed the connection")
 
     async def execute(
         self, command: str, arguments: Mapping[str, Any] | None, deadline_s: float | None

@@ -22,9 +22,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from accelvisor.errors import AccelvisorError, DeadlineError, ProtocolError, SystemFailure
-from accelvisor.hypervisor import endpoints
+from accelvisor.errors import AccelvisorError, DeadlineError, SystemFailure
 from accelvisor.hypervisor.dbus import Connection, Question, Request
+from accelvisor.hypervisor.endpoints import Door, Peer
 from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
@@ -72,16 +72,13 @@ class Bus:
         handler: Handler,
         *,
         deadline_s: float = LIMITS.vmstate_s,
-        trusted: Callable[[endpoints.Peer], bool] = lambda _: True,
+        trusted: Callable[[Peer], bool] = lambda _: True,
     ) -> None:
-        self.path = Path(path)
         self.domain = domain
         self._handler = handler
         self._deadline_s = deadline_s
-        self._trusted = trusted
         self._guid = secrets.token_hex(16)
-        self._server: asyncio.Server | None = None
-        self._client: asyncio.Task[None] | None = None
+        self._door = Door(path, self._serve, trusted)
         self._ready = False
 
     @property
@@ -90,47 +87,17 @@ class Bus:
         return self._ready
 
     async def start(self, *, group: int | None = None) -> None:
-        """Listen. SystemFailure ``domain-socket``."""
-        sock = endpoints.listen(self.path, group)
-        # Not start_unix_server: from Python 3.13 on that one removes the path when it is closed,
-        # which may be a later server's by then.
-        self._server = await asyncio.start_server(self._accept, sock=sock, limit=_CHUNK)
+        """Listen; the socket gets this group (gid). SystemFailure ``domain-socket``."""
+        await self._door.open(group)
 
     async def close(self) -> None:
         """Hang up and leave no socket behind. Idempotent."""
-        if self._server is not None:
-            endpoints.remove(self.path)
-            self._server.close()
-        if self._client is not None:
-            self._client.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._client
-        if self._server is not None:
-            await self._server.wait_closed()
-            self._server = None
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        try:
-            peer = endpoints.peer_of(writer.get_extra_info("socket"))
-            if self._client is not None or not self._trusted(peer):
-                why = "not the domain's QEMU" if self._client is None else "one more client"
-                LOG.warning("bus of %s: %s (pid %d, uid %d)", self.domain, why, peer.pid, peer.uid)
-                return
-            self._client = task
-            await self._serve(reader, writer, Connection(self._guid, peer.uid))
-        except ProtocolError as error:
-            LOG.warning("bus of %s: %s", self.domain, error.message)
-        except OSError as error:
-            LOG.info("bus of %s: %s", self.domain, error)
-        finally:
-            if self._client is task:
-                self._client, self._ready = None, False
-            writer.close()
+        await self._door.close()
 
     async def _serve(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, connection: Connection
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: Peer
     ) -> None:
+        connection = Connection(self._guid, peer.uid)
         questions: asyncio.Queue[Request] = asyncio.Queue(_QUESTIONS)
         answering = asyncio.create_task(self._answers(questions, writer, connection))
         try:
@@ -142,6 +109,7 @@ class Bus:
                 for request in found:
                     await questions.put(request)
         finally:
+            self._ready = False
             answering.cancel()
             with suppress(asyncio.CancelledError):
                 await answering

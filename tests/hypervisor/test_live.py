@@ -44,7 +44,7 @@ class FakeHandle:
         bare = re.sub(r"\s*<metadata>.*</metadata>", "", self.text, flags=re.S)
         if text is not None:
             group = text.replace("<functions", f'<functions xmlns="{uri}"')
-            bare = bare.replace("<memory>", f"<metadata>{group}</metadata><memory>", 1)
+            bare = re.sub(r"(?=<memory\b)", f"<metadata>{group}</metadata>", bare, count=1)
         self.text = bare
         return 0
 
