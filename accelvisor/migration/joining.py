@@ -25,7 +25,7 @@ import hmac
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -104,19 +104,29 @@ class Code:
 
 
 class Card(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A host's UUID and public keys."""
+    """A host's UUID and public keys, its name, and where it listens (host:port; with an empty host
+    the other side knows better: it sees where the connection comes from).
+    """
 
     host: UUID
     signing: bytes
     sealing: bytes
+    name: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    address: Annotated[str, msgspec.Meta(max_length=128)] = ""
 
     @property
     def identity(self) -> PublicIdentity:
         return PublicIdentity(self.signing, self.sealing)
 
     @classmethod
-    def of(cls, host: UUID, identity: PublicIdentity) -> Card:
-        return cls(host, identity.signing, identity.sealing)
+    def of(
+        cls, host: UUID, identity: PublicIdentity, name: str = "", address: str = ""
+    ) -> Card:
+        return cls(host, identity.signing, identity.sealing, name, address)
+
+    def digest(self) -> bytes:
+        """32 bytes that stand for all of it."""
+        return hashlib.sha256(msgspec.msgpack.encode(self)).digest()
 
 
 class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="hello"):
@@ -160,7 +170,7 @@ class _Transcript:
         parts = [
             part
             for side in (inviter, joiner)
-            for part in (side.card.host.bytes, side.card.signing, side.card.sealing, side.nonce)
+            for part in (side.card.digest(), side.nonce)
         ]
         self._bytes = _CONTEXT + b"".join(parts)
 
@@ -227,8 +237,11 @@ class Inviter:
         *,
         entropy: Callable[[int], bytes],
         now_s: float,
+        name: str = "",
+        address: str = "",
     ) -> None:
         invitation.look(now_s)
+        self._about = name, address
         self._invitation = invitation
         self._identity = identity
         self._nonce = entropy(NONCE_BYTES)
@@ -239,7 +252,7 @@ class Inviter:
         """From B's first message to our answer; raises ProtocolError ``join-message``."""
         self._hello = _decode(hello, Hello)
         code = self._invitation.code
-        card = Card.of(code.host, self._identity.public_identity)
+        card = Card.of(code.host, self._identity.public_identity, *self._about)
         mine = Challenge(card, self._nonce)
         if self._hello.card.host == code.host or self._hello.card.signing == card.signing:
             raise _message("a host cannot join itself")
@@ -290,6 +303,8 @@ class Joiner:
         server_key: bytes,
         entropy: Callable[[int], bytes],
         now_s: float,
+        name: str = "",
+        address: str = "",
     ) -> None:
         if not hmac.compare_digest(hashlib.sha256(server_key).digest(), code.fingerprint):
             raise _fingerprint(code)
@@ -297,7 +312,8 @@ class Joiner:
             raise _refused()
         self._code = code
         self._identity = identity
-        self._hello = Hello(Card.of(host, identity.public_identity), entropy(NONCE_BYTES))
+        card = Card.of(host, identity.public_identity, name, address)
+        self._hello = Hello(card, entropy(NONCE_BYTES))
         self._transcript: _Transcript | None = None
         self._card: Card | None = None
 

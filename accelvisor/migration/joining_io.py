@@ -10,6 +10,8 @@ import struct
 import time
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from accelvisor.errors import AccelvisorError, PermissionDenied, ProtocolError, UnavailableError
 from accelvisor.limits import LIMITS, Limits
 from accelvisor.migration.joining import Card, Code, Invitation, Inviter, Joiner
@@ -28,15 +30,26 @@ def answering(
     credentials: Credentials,
     learn: Learn,
     *,
+    name: str = "",
+    address: str = "",
     entropy: Callable[[int], bytes] = os.urandom,
     now_s: Callable[[], float] = time.time,
 ) -> Join:
-    """For ``Listener.join`` while ``invitation`` is open: A's side of each connection."""
+    """For ``Listener.join`` while ``invitation`` is open: A's side of each connection.
+
+    A card whose address has no host gets the one that the connection came from.
+    """
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        inviter = Inviter(invitation, credentials.identity, entropy=entropy, now_s=now_s())
+        inviter = Inviter(
+            invitation, credentials.identity, entropy=entropy, now_s=now_s(),
+            name=name, address=address,
+        )  # fmt: skip
         await _write(writer, inviter.challenge(await _read(reader)))
         welcome, card = inviter.welcome(await _read(reader))
+        if card.address.startswith(":"):
+            here = writer.get_extra_info("peername")[0]
+            card = msgspec.structs.replace(card, address=f"{_bracketed(here)}{card.address}")
         await learn(card)
         await _write(writer, welcome)
 
@@ -48,6 +61,8 @@ async def join(
     credentials: Credentials,
     learn: Learn,
     *,
+    name: str = "",
+    address: str = "",
     entropy: Callable[[int], bytes] = os.urandom,
     now_s: Callable[[], float] = time.time,
     limits: Limits = LIMITS,
@@ -70,7 +85,8 @@ async def join(
                 limit=limits.peer_hello_bytes,
             )
             try:
-                card = await _talk(code, credentials, reader, writer, entropy, now_s())
+                about = name, address
+                card = await _talk(code, credentials, reader, writer, entropy, now_s(), about)
             finally:
                 writer.close()
                 with contextlib.suppress(OSError, ssl.SSLError):
@@ -91,6 +107,7 @@ async def _talk(
     writer: asyncio.StreamWriter,
     entropy: Callable[[int], bytes],
     now_s: float,
+    about: tuple[str, str],
 ) -> Card:
     tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
     joiner = Joiner(
@@ -100,6 +117,8 @@ async def _talk(
         server_key=credentials.peer_key(tls.getpeercert(binary_form=True)),
         entropy=entropy,
         now_s=now_s,
+        name=about[0],
+        address=about[1],
     )
     try:
         await _write(writer, joiner.hello())
@@ -113,6 +132,11 @@ async def _talk(
             where="join",
             hint="make a new code with accelctl trust invite there",
         ) from error
+
+
+def _bracketed(host: str) -> str:
+    """An IPv6 address as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
