@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.record import Record, table
 
 #: group -> module with ``run(quick: bool) -> Iterable[Record]``
-GROUPS = {"device": "benchmarks.device"}
+GROUPS = {"device": "benchmarks.device", "migration": "benchmarks.migration"}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -31,8 +31,9 @@ MESSAGE = struct.Struct("<B3x36s")
 _ROUND = struct.Struct("<QQQ12x")
 _STATE = struct.Struct("<QQI16x")
 _RANGE = struct.Struct("<QQ")
-#: A piece of this size is copied, hashed and encrypted within the second-level cache.
-PIECE_BYTES = 256 * KIB
+#: A piece of this size is copied, hashed and encrypted within the second-level cache, and what
+#: Python does for each is little beside that.
+PIECE_BYTES = 512 * KIB
 #: Zeros are looked for in pages, and so is what a fresh memfd has already.
 PAGE_BYTES = 4096
 #: A shorter run of zero pages is sent as it is: one more chunk costs more.
@@ -116,7 +117,7 @@ def runs(data: npt.NDArray[np.uint8]) -> Sequence[tuple[int, int, bool]]:
     pages = data[: whole * PAGE_BYTES].view(np.uint64).reshape(whole, _WORDS)
     # Most pages with data show it in their first word: look further only into the others.
     maybe = np.flatnonzero(pages[:, 0] == 0)
-    if len(maybe) < min(_RUN_PAGES, whole) or not whole:
+    if not len(maybe):
         return [(0, len(data), False)]
     zero = np.zeros(whole + 2, np.int8)
     if len(maybe) == whole:

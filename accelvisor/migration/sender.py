@@ -34,6 +34,7 @@ class _Piece:
     kind: int
     offset: int
     view: memoryview
+    frozen: bool
     #: (index, start, length) once it was cut; start counts from the piece's own beginning.
     parts: list[tuple[int, int, int]] = field(default_factory=list)
     #: Those that the receiver has not.
@@ -126,18 +127,21 @@ class Sender:
         for thread in self._threads:
             thread.start()
 
-    def send(self, kind: int, offset: int, view: memoryview) -> None:
+    def send(self, kind: int, offset: int, view: memoryview, *, frozen: bool = False) -> None:
         """Send ``view``, which lies at ``offset`` of section ``kind``, within this round.
 
         Returns at once; ``view`` must stay until :meth:`end_round` has returned. Pieces of one
         round may not overlap. While no connection is there, pieces wait for :meth:`attach`.
+
+        Args:
+            frozen: nobody writes to ``view`` until the round has ended, so no copy is needed.
         """
         size = self._piece_bytes
         with self._changed:
             if self._sealed:
                 raise ValueError("the round is ending")
             for at in range(0, len(view), size):
-                piece = _Piece(kind, offset + at, view[at : at + size])
+                piece = _Piece(kind, offset + at, view[at : at + size], frozen)
                 self._pieces.append(piece)
                 self._pending.append(piece)
             self._changed.notify_all()
@@ -222,7 +226,9 @@ class Sender:
                     with self._changed:
                         self._busy -= 1
                         idle = not self._pending
-                        self._changed.notify_all()
+                        if idle and not self._busy:
+                            # Others wait for this only, and waking them costs as much as a piece.
+                            self._changed.notify_all()
                     if idle:
                         channel.flush()
                 elif work is None:
@@ -269,8 +275,11 @@ class Sender:
             self._changed.notify_all()
 
     def _ship(self, channel: Channel, piece: _Piece, buffer: npt.NDArray[np.uint8]) -> None:
-        copy = buffer[: len(piece.view)]
-        np.copyto(copy, np.frombuffer(piece.view, np.uint8))
+        copy = np.frombuffer(piece.view, np.uint8)
+        if not piece.frozen:
+            buffer = buffer[: len(copy)]
+            np.copyto(buffer, copy)
+            copy = buffer
         if not piece.parts:
             found = runs(copy)
             with self._changed:
@@ -285,7 +294,7 @@ class Sender:
         else:
             todo = [(i, s, n, not copy[s : s + n].any()) for i, s, n in piece.left]
         for index, start, length, zero in todo:
-            data = copy.data[start : start + length]
+            data = memoryview(copy[start : start + length])  # type: ignore[arg-type]
             self._chunk(channel, index, piece.kind, piece.offset + start, data, zero)
 
     def _chunk(

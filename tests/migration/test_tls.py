@@ -6,8 +6,11 @@ import socket
 import ssl
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from accelvisor.errors import AccelvisorError, DeadlineError
+from accelvisor.limits import KIB
 from accelvisor.migration.channel import Channel
 from accelvisor.migration.rates import Watch
 from accelvisor.migration.tls import Credentials, Pin, Pins
@@ -214,3 +217,25 @@ def test_pins_name_their_hosts() -> None:
     assert pins.host_of(B.identity.public, B.uuid) == B.uuid
     assert set(pins) == {A.pin, B.pin}
     assert Pin(A.uuid, A.identity.public) in set(pins)
+
+
+@given(st.lists(st.binary(max_size=600 * KIB // 100).map(lambda b: b * 100), max_size=4), st.data())
+@settings(max_examples=20, deadline=None)
+def test_bytes_come_out_however_they_are_written_and_read(
+    parts: list[bytes], data: st.DataObject
+) -> None:
+    whole = b"".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
+    [near], [far] = channels()
+
+    def write() -> None:
+        for part in parts:
+            near.write(part)
+        near.flush()
+
+    def read() -> bytes:
+        edges = zip([0, *cuts], [*cuts, len(whole)], strict=True)
+        return b"".join(far.read(end - begin) for begin, end in edges)
+
+    assert both(write, read)[1] == whole
+    close([near, far])
