@@ -30,6 +30,10 @@ from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions, World
 from accelvisor.daemon.keeper import Keeper
+from accelvisor.daemon.moving import owners
+from accelvisor.daemon.moving.host import Around, MovingHost
+from accelvisor.daemon.moving.keys import Keys
+from accelvisor.daemon.moving.owners import Owners
 from accelvisor.daemon.notify import Notifier
 from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.registry import Registry
@@ -71,6 +75,7 @@ class Setup:
     clock: Callable[[], float] = time.time
     poll_s: float = LIMITS.function_poll_s
     fault: Callable[[str], None] = lambda step: None
+    make_owners: Callable[[Keys], Owners] = owners.make
 
 
 class Daemon:
@@ -141,6 +146,9 @@ class Daemon:
         self._keeper.look = links.look
         undo.push_async_callback(links.stop)
         undo.push_async_callback(self._functions.settle, SETTLE_S)
+        self._moving = MovingHost(await self._around(registry, links))
+        await self._moving.start()
+        undo.push_async_callback(self._moving.stop)
         # Clients first: libvirt may be waiting in its hook, for us, with a domain's lock held.
         await self._serve(registry, links, hub, listener)
         links.start()
@@ -173,10 +181,28 @@ class Daemon:
             lambda: setup.examine(setup.config.libvirt.uri),
             lambda: self._keeper.view,
         )
+        service.use(self._moving)
         dispatcher = Dispatcher(service, policy(setup.config), accelvisor.__version__)
         self._server = AdminServer(dispatcher)
         self._undo.push_async_callback(self._server.stop)
         await self._server.start(listener)
+
+    async def _around(self, registry: Registry, links: DomainsLink[list[Function]]) -> Around:
+        setup = self._setup
+        host = await registry.host_uuid(lambda: str(uuid.uuid4()))
+        return Around(
+            paths=setup.paths,
+            config=setup.config,
+            host=uuid.UUID(host),
+            name=setup.config.host.name or socket.gethostname(),
+            functions=self._functions,
+            record=registry.record,
+            look=links.look,
+            domain_state=links.state,
+            make_owners=setup.make_owners,
+            group=_group(setup.config.daemon.socket_group),
+            fault=setup.fault,
+        )
 
     def _progress(self, done: int, count: int) -> None:
         """Each repair may take its time; a hundred of them must not look like a hang."""
@@ -209,6 +235,8 @@ class Daemon:
         else:
             message = f"domain {event.domain} {event.kind} {event.detail}".rstrip()
         await self._functions.registry.record(f"domain-{event.kind}", event.uuid, message)
+        if event.kind is DomainEventKind.STOPPED and event.uuid:
+            self._moving.moves.gone(event.uuid)
 
     async def _keep_alive(self) -> None:
         """The watchdog's sign of life comes from the loop that answers, so a stuck loop is seen."""
@@ -245,6 +273,14 @@ def policy(config: Config) -> Policy:
         admin=ids(config.admin.admin),
         uids=frozenset((0, os.geteuid())),
     )
+
+
+def _group(name: str) -> int | None:
+    """The group's id; None for none, or one that this host lacks (Doctor says so)."""
+    try:
+        return grp.getgrnam(name).gr_gid if name else None
+    except KeyError:
+        return None
 
 
 def _directory(path: Path, mode: int) -> None:

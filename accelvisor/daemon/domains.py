@@ -15,6 +15,7 @@ from accelvisor.hypervisor.port import (
     DomainEvent,
     DomainEventKind,
     DomainsPort,
+    DomainState,
     Subscription,
 )
 from accelvisor.limits import LIMITS
@@ -199,6 +200,16 @@ class DomainsLink(Generic[S]):
             task = asyncio.get_running_loop().create_task(one(pause))
             self._later.add(task)
             task.add_done_callback(self._later.discard)
+
+    async def state(self, domain: str) -> str:
+        """What a domain does now: "running", "paused", or "gone" for all else."""
+        try:
+            found = await self.call(lambda port: port.get(domain))
+        except AccelvisorError:
+            return "gone"
+        if found.state in (DomainState.RUNNING, DomainState.BLOCKED):
+            return "running"
+        return "paused" if found.state.active else "gone"
 
     async def _get(self) -> DomainsPort:
         async with self._loading:

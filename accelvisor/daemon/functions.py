@@ -94,7 +94,7 @@ class Functions:
     def configure(self, config: Config) -> None:
         """Take cards and profiles from a (re)loaded configuration; functions that exist stay."""
         self.cards: Sequence[Card] = [
-            Card(name, item.chips, item.cores_per_chip, item.memory)
+            Card(name, item.chips, item.cores_per_chip, int(item.memory))
             for name, item in config.cards.items()
         ]
         self.profiles: Sequence[Profile] = [
@@ -102,8 +102,8 @@ class Functions:
                 name,
                 item.cores,
                 item.chips,
-                item.memory,
-                item.window,
+                int(item.memory),
+                int(item.window),
                 item.queues,
                 item.ring_entries,
             )

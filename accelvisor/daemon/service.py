@@ -16,6 +16,8 @@ from accelvisor.daemon import admission, attach, doctor, wire
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions
+from accelvisor.daemon.moving.host import MovingHost
+from accelvisor.daemon.moving.service import MovingMethods
 from accelvisor.daemon.reconcile import View
 from accelvisor.errors import NotFoundError, UsageError
 from accelvisor.hypervisor.capabilities import Finding
@@ -44,7 +46,7 @@ class Identity:
     libvirt_uri: str
 
 
-class AdminService:
+class AdminService(MovingMethods):
     """One coroutine per method of the interface, parameters and replies as in the definition."""
 
     def __init__(
@@ -63,6 +65,10 @@ class AdminService:
         self._hub = hub
         self._examine = examine
         self._view = view
+
+    def use(self, moving: MovingHost) -> None:
+        """What moves functions; it comes up after this is made."""
+        self._moving = moving
 
     # --- the host --------------------------------------------------------------------------------
 
@@ -190,6 +196,7 @@ class AdminService:
 
     async def admit_domain(self, function: str, domain: str, domain_uuid: str) -> dict[str, Any]:
         item, was_free = await admission.prepare(self._functions, function, domain, domain_uuid)
+        await self._moving.doors.open(str(uuids.UUID(domain_uuid)))
         if was_free:
             self._links.look_later(*STARTED_S)
         return self._function(item)

@@ -31,18 +31,29 @@ class EmbeddedHost:
         directory: where to live; made (and removed) when None. Keep it short: a UNIX socket's path
             has at most 107 bytes.
         spares: function processes that wait for the next function.
+        listen: host:port where other hosts reach this one; empty: nowhere.
     """
 
-    def __init__(self, config: str = "", directory: Path | None = None, spares: int = 0) -> None:
+    def __init__(
+        self,
+        config: str = "",
+        directory: Path | None = None,
+        spares: int = 0,
+        listen: str = "",
+    ) -> None:
         self._given = directory
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self._config = f'[daemon]\nsupervisor = "subprocess"\nspares = {spares}\n{config}'
+        self._config = (
+            f'[daemon]\nsupervisor = "subprocess"\nspares = {spares}\n'
+            f'[migration]\nlisten = "{listen}"\n{config}'
+        )
         self._daemon: subprocess.Popen[bytes] | None = None
         self.directory = Path()
 
     def __enter__(self) -> Self:
         if self._given is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="accelvisor-")
+            # The sockets of a domain's functions have long names: two bytes more are too many.
+            self._temporary = tempfile.TemporaryDirectory(prefix="a", dir="/tmp")
             self.directory = Path(self._temporary.name)
         else:
             self.directory = self._given
@@ -71,10 +82,15 @@ class EmbeddedHost:
     # --- the daemon ------------------------------------------------------------------------------
 
     @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self.directory / "r"
+
+    @property
     def environment(self) -> dict[str, str]:
         """What makes accelctl and accelvisord use this host's directories."""
         return {
-            "ACCELVISOR_RUN_DIR": str(self.directory / "run"),
+            "ACCELVISOR_RUN_DIR": str(self.run),
             "ACCELVISOR_STATE_DIR": str(self.directory / "state"),
             "ACCELVISOR_CONFIG": str(self.directory / "accelvisor.toml"),
         }
@@ -132,7 +148,7 @@ class EmbeddedHost:
 
     def admin(self) -> AdminClient:
         """A connection to the admin socket."""
-        return AdminClient(str(self.directory / "run" / "admin"))
+        return AdminClient(str(self.run / "admin"))
 
     def _delete_functions(self) -> None:
         """Best effort also after a failure: a function process must not outlive its host."""

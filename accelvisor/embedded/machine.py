@@ -120,7 +120,7 @@ class Machine:
         self._thread = threading.Thread(target=self._serve, name="monitor", daemon=True)
         self._thread.start()
 
-    # --- what a VM's life says ---------------------------------------------------------------------
+    # --- what a VM's life says --------------------------------------------------------------------
 
     def stop(self) -> None:
         """The guest stops."""
@@ -143,7 +143,7 @@ class Machine:
                 self._bus.close()
         self._thread.join()
 
-    # --- the bus: this side asks -------------------------------------------------------------------
+    # --- the bus: this side asks ------------------------------------------------------------------
 
     def save(self) -> bytes:
         """What QEMU's stream carries for accelvisord; the guest has stopped.
@@ -193,7 +193,7 @@ class Machine:
         with suppress(OSError):
             self._bus = open_dbus_connection(f"unix:path={self._paths.bus}")
 
-    # --- the monitor: this side is asked -----------------------------------------------------------
+    # --- the monitor: this side is asked ----------------------------------------------------------
 
     def _serve(self) -> None:
         while not self._ended.is_set():

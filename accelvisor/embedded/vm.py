@@ -1,9 +1,10 @@
-"""A VM without a hypervisor: RAM, functions, a program that runs on its guest library, and a move to
-another host as libvirt and QEMU would do it, step by step.
+"""A VM without a hypervisor: RAM and functions that a program drives with the guest library, and a
+move to another host, step by step as libvirt and QEMU make it.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid as uuids
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class EmbeddedVm:
         self.uuid = str(uuids.uuid4())
         self.functions = list(functions)
         self._ram_bytes = ram_bytes
+        self.cpu = threading.RLock()
         self.transports, self.machine = self._start(host, running=True)
 
     def transport(self, function: str | None = None) -> ClientTransport:
@@ -68,8 +70,8 @@ class EmbeddedVm:
     ) -> Moved:
         """Move to another host while the guest computes. When it is refused, the VM goes on here.
 
-        The guest's own memory is copied once while it runs and once more while it stands still. The
-        guest library's transports are this VM's: it goes on with those of the other host.
+        Whoever drives the guest holds ``cpu`` while it does so; the guest stands still while this
+        has it. Its transports stay the same objects, and show the other host's device.
 
         Args:
             before_stop: called when the guest is about to stop.
@@ -85,18 +87,19 @@ class EmbeddedVm:
                 try:
                     admin.call("RestoreContext", {"domain": self.name, "domain_uuid": self.uuid})
                     before_stop()
-                    stopped = time.monotonic()
-                    self._switch(transports, machine)
+                    with self.cpu:
+                        stopped = time.monotonic()
+                        self._switch(transports, machine)
+                        ended = time.monotonic()
                 except BaseException:
                     self._end(transports, machine)
                     raise
             except AccelvisorError:
                 admin.call("DomainGone", {"domain_uuid": self.uuid, "reason": "failed"})
                 raise
-            ended = time.monotonic()
-        old = self.transports, self.machine
-        self.transports, self.machine, source, self.host = transports, machine, self.host, target
-        self._end(*old)
+        gone, source = self.machine, self.host
+        self.machine, self.host = machine, target
+        self._end(transports, gone)  # the transports have changed roles
         with source.admin() as admin:
             admin.call("DomainGone", {"domain_uuid": self.uuid, "reason": "migrated"})
         return Moved(ended - stopped, time.monotonic() - began)
@@ -106,11 +109,13 @@ class EmbeddedVm:
         try:
             token = self.machine.save()
             for uuid, transport in self.transports.items():
-                transport.move_memory(transports[uuid])
+                transports[uuid].ram[:] = transport.ram
             machine.load(token)
         except BaseException:
             self.machine.resume()
             raise
+        for uuid, transport in self.transports.items():
+            transport.adopt(transports[uuid])
         machine.resume()
 
     def xml(self) -> str:
@@ -127,7 +132,7 @@ class EmbeddedVm:
         )
 
     def _socket(self, host: EmbeddedHost, uuid: str) -> str:
-        return f"{host.directory}/run/function/{uuid}/libvirt-{self.uuid}"
+        return f"{host.run}/function/{uuid}/libvirt-{self.uuid}"
 
     def _start(
         self, host: EmbeddedHost, *, running: bool
@@ -144,7 +149,7 @@ class EmbeddedVm:
                     client, ram_bytes=self._ram_bytes, enable=running
                 )
         clients = {uuid: transport.client for uuid, transport in transports.items()}
-        return transports, Machine(f"{host.directory}/run", self.uuid, clients, running)
+        return transports, Machine(str(host.run), self.uuid, clients, running)
 
     @staticmethod
     def _end(transports: dict[str, ClientTransport], machine: Machine) -> None:

@@ -74,8 +74,8 @@ async def join(
         UnavailableError: ``peer-unreachable``.
         ProtocolError: ``join-message``, ``peer-tls``.
     """
-    address = (code.address, code.port)
-    sock = await dial(address, JOIN, limits.peer_handshake_s)
+    there = (code.address, code.port)
+    sock = await dial(there, JOIN, limits.peer_handshake_s)
     try:
         async with asyncio.timeout(2 * limits.peer_handshake_s):
             reader, writer = await asyncio.open_connection(
@@ -92,7 +92,7 @@ async def join(
                 with contextlib.suppress(OSError, ssl.SSLError):
                     await writer.wait_closed()
     except TimeoutError as error:
-        raise unreachable(address, error) from error
+        raise unreachable(there, error) from error
     except OSError as error:
         sock.close()
         raise refusal(error, f"{code.address} port {code.port}") from error

@@ -8,6 +8,7 @@ MSI at an eventfd.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -20,6 +21,7 @@ from accelvisor.errors import (
     CapacityError,
     DataError,
     DeadlineError,
+    SystemFailure,
     UnavailableError,
     UsageError,
 )
@@ -69,6 +71,8 @@ class ClientTransport:
         client: connected; the transport closes it.
         ram_bytes: size of the guest's RAM, whole pages.
         registers, window: region indices of BAR0 and of the mapped window.
+        enable: switch the device on, as a guest's driver does; False for a VM that is about to come
+            from elsewhere, whose registers others restore.
 
     Raises:
         DataError: code ``pci-identity``, the device answers with no PCI identity.
@@ -81,11 +85,13 @@ class ClientTransport:
         ram_bytes: int = 64 * MIB,
         registers: int = PciRegion.BAR0,
         window: int = PciRegion.BAR2,
+        enable: bool = True,
     ) -> None:
         if ram_bytes <= 0 or ram_bytes % PAGE_BYTES:
             raise UsageError(f"{ram_bytes} bytes of RAM are not whole pages", where="transport")
         self.client = client
         self._registers = registers
+        self._window_index = window
         self._irq = -1
         self._ram_fd = -1
         self._ram: mmap.mmap | None = None
@@ -101,7 +107,10 @@ class ClientTransport:
             client.dma_map(RAM_ADDRESS, ram_bytes, fd=self._ram_fd, memory=self._ram_view)
             self._window = client.map_region(window)
             self.window = memoryview(self._window)
-            self._enable()
+            if enable:
+                self._enable()
+            else:
+                self._irq = client.irq_eventfd(PciIrq.MSI)
         except BaseException:
             self.close()
             raise
@@ -191,6 +200,29 @@ class ClientTransport:
             elif not left:
                 return False
 
+    # --- a move --------------------------------------------------------------------------------
+
+    def adopt(self, other: ClientTransport) -> None:
+        """The guest goes on with ``other``'s device, RAM and window: what was mapped here stays
+        where it is and shows those, as a guest's memory does when its VM was moved. Nobody may use
+        either meanwhile. ``other`` is this transport's old self afterwards, to be closed.
+        """
+        if self._ram is None or self._window is None or other._ram is None:
+            raise UsageError("a closed transport cannot move", where="transport")
+        _exchange(self._ram, self._ram_fd, other._ram, other._ram_fd)
+        mine, theirs = (t.client.region_info(t._window_index).fd for t in (self, other))
+        if mine is None or theirs is None:
+            raise UsageError("a window cannot be mapped", where="transport")
+        try:
+            if other._window is not None:
+                _exchange(self._window, mine, other._window, theirs)
+        finally:
+            os.close(mine)
+            os.close(theirs)
+        self.client, other.client = other.client, self.client
+        self._ram_fd, other._ram_fd = other._ram_fd, self._ram_fd
+        self._irq, other._irq = other._irq, self._irq
+
     # --- life ----------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -242,6 +274,28 @@ class ClientTransport:
             os.close(self._irq)
             self._irq = -1
         self._enable()
+
+
+def _exchange(a: mmap.mmap, a_fd: int, b: mmap.mmap, b_fd: int) -> None:
+    """Each mapping shows the other's file from here on, at the addresses that it has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    ]  # fmt: skip
+    for mapped, fd in ((a, b_fd), (b, a_fd)):
+        first = ctypes.c_char.from_buffer(mapped)
+        address = ctypes.addressof(first)
+        del first
+        flags = mmap.MAP_SHARED | _MAP_FIXED
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        if libc.mmap(address, len(mapped), protection, flags, fd, 0) != address:
+            raise SystemFailure(
+                f"cannot map again: {os.strerror(ctypes.get_errno())}", where="transport"
+            )
+
+
+_MAP_FIXED = 0x10
 
 
 def _find_capability(config: bytes, wanted: int) -> int:

@@ -157,7 +157,6 @@ class DestinationMove:
                 a.Discard: self._discard,
                 a.Report: self._report,
             },
-            actions.seconds,
             Event.FAILED,
             Event.DEADLINE,
         )
@@ -511,7 +510,7 @@ class DestinationMove:
 
 
 def _require_same(offered: wire.Offered, said: Offer) -> None:
-    """The control message and what was signed must agree: the first makes room, the second binds."""
+    """The control message makes room, the signed offer binds: they must agree."""
     signed = said.profile
     if (
         offered.epoch != said.epoch

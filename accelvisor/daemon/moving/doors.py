@@ -116,7 +116,7 @@ class Doors:
         task.add_done_callback(self._tasks.discard)
 
     async def _look(self, domain: str) -> None:
-        """A QEMU has connected its monitor: events may have been missed, and its bus may be gone."""
+        """A QEMU connected its monitor: events may have been missed, and its bus may be gone."""
         pair = self._pairs.get(domain)
         if pair is None:
             return

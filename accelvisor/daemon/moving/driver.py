@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import Any, Generic, TypeVar
 
 from accelvisor.errors import AccelvisorError, ConflictError, SystemFailure
+from accelvisor.limits import LIMITS
 from accelvisor.migration.actions import Action, ClearDeadline, Move, Refused, SetDeadline
 
 LOG = logging.getLogger(__name__)
@@ -31,8 +32,8 @@ class Driver(Generic[S, E]):
         answer: the machine's table.
         state: where it begins.
         perform: for each type of action who does it.
-        seconds: how long a deadline is.
         failed, late: the events of an action that failed, and of the timer.
+        entered: told of each new state.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Driver(Generic[S, E]):
         answer: Callable[[S, E], Move[S] | Refused],
         state: S,
         perform: Mapping[type[Any], Perform],
-        seconds: Callable[[Any], float],
         failed: E,
         late: E,
+        entered: Callable[[S], None] = lambda state: None,
     ) -> None:
         self.name = name
         self.state = state
@@ -51,9 +52,9 @@ class Driver(Generic[S, E]):
         self.error: AccelvisorError | None = None
         self._answer = answer
         self._perform = perform
-        self._seconds = seconds
         self._failed = failed
         self._late = late
+        self._entered = entered
         self._events: asyncio.Queue[tuple[E, asyncio.Future[None] | None]] = asyncio.Queue()
         self._timer: asyncio.TimerHandle | None = None
         self._work: asyncio.Task[None] | None = None
@@ -174,9 +175,10 @@ class Driver(Generic[S, E]):
             raise ConflictError(
                 answer.message, code=answer.code, where="migration", hint=answer.hint
             )
-        if answer.next is not self.state:
-            LOG.info("%s: %s -> %s (%s)", self.name, self.state, answer.next, event)
-        self.state = answer.next
+        before, self.state = self.state, answer.next
+        if before is not self.state:
+            LOG.info("%s: %s -> %s (%s)", self.name, before, self.state, event)
+            self._entered(self.state)
         for action in answer.actions:
             await self._do(action)
         self._changed.set()
@@ -185,7 +187,7 @@ class Driver(Generic[S, E]):
         if isinstance(action, SetDeadline):
             self._clear_timer()
             loop = asyncio.get_running_loop()
-            after = self._seconds(action.which)
+            after = float(getattr(LIMITS, f"migration_{action.which}_s"))
             self._timer = loop.call_later(after, self.post, self._late)
         elif isinstance(action, ClearDeadline):
             self._clear_timer()
@@ -202,7 +204,7 @@ class Driver(Generic[S, E]):
 
 
 async def in_thread(work: Callable[[], Any], stop: Callable[[], None]) -> Any:
-    """``work()`` in a thread; when we are cancelled ``stop()`` makes it end, and that is awaited."""
+    """``work()`` in a thread; when this is cancelled ``stop()`` ends it, and its end is awaited."""
     loop = asyncio.get_running_loop()
     running = loop.run_in_executor(None, work)
     try:

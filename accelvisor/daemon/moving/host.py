@@ -32,8 +32,10 @@ from accelvisor.errors import (
     SystemFailure,
     UsageError,
 )
+from accelvisor.frames.trust import Host
 from accelvisor.hypervisor import context, entries, rewrite
 from accelvisor.hypervisor.xmltree import child, parse
+from accelvisor.migration import joining, joining_io
 from accelvisor.migration import messages as wire
 from accelvisor.migration.listener import Deposit, Listener
 from accelvisor.migration.tickets import Tickets
@@ -48,7 +50,6 @@ class Around:
     """What of the daemon this part is given.
 
     Attributes:
-        boot: how often the daemon has started on this state directory.
         record: an event for operators (kind, subject, message).
         look: look at libvirt's domains again.
         domain_state: "running", "paused" or "gone", as libvirt says.
@@ -59,7 +60,6 @@ class Around:
     config: Config
     host: UUID
     name: str
-    boot: int
     functions: Functions
     record: Callable[[str, str, str], Awaitable[Any]]
     look: Callable[[], Awaitable[None]]
@@ -112,7 +112,7 @@ class MovingHost:
             tickets=tickets,
             audit=audit,
             nonces=nonces,
-            boot=around.boot,
+            boot=journal.start(),
             record=around.record,
             context=self._context,
             arrived=around.look,
@@ -143,6 +143,82 @@ class MovingHost:
         """Sockets for exactly the domains that have functions."""
         functions = self._around.functions.registry.all()
         await self.doors.keep({f.domain_uuid for f in functions if f.domain_uuid is not None})
+
+    # --- trust ------------------------------------------------------------------------------------
+
+    def invite(self, address: str | None) -> tuple[str, float]:
+        """A join code for one other host, and until when it is good (seconds since 1970).
+
+        Raises:
+            ConflictError: ``peer-listen``: this host lets no others in.
+        """
+        listener, text = self._listening(), address or self._address()
+        where, port = Keys.address_of_text(text)
+        keys = self.keys
+        invitation = joining.invite(
+            where, port, keys.host, keys.identity, entropy=os.urandom, now_s=time.time()
+        )
+        listener.join = joining_io.answering(
+            invitation, keys.credentials, self._learn, name=self._around.name, address=text
+        )
+        return str(invitation.code), float(invitation.code.expires_s)
+
+    async def join(self, text: str) -> Host:
+        """Trust the host that made a code, and be trusted by it.
+
+        Raises:
+            UsageError, PermissionDenied: ``join-...``; UnavailableError: ``peer-unreachable``.
+        """
+        code = joining.Code.parse(text)
+        port = self._around.config.migration.listen.rpartition(":")[2]
+        mine = self._around.config.migration.address or (f":{port}" if port else "")
+        card = await joining_io.join(
+            code, self.keys.credentials, self._learn, name=self._around.name, address=mine
+        )
+        return self.keys.find(str(card.host))
+
+    async def _learn(self, card: joining.Card) -> None:
+        self.keys.learn(card.host, card.identity, card.name or str(card.host), card.address)
+        await self._around.record("trust-added", str(card.host), f"host {card.name} is trusted")
+
+    async def forget(self, name: str) -> Host:
+        """Trust a host no longer. NotFoundError ``trust-host-unknown``."""
+        host = self.keys.remove(name)
+        words = f"host {host.name} is trusted no more"
+        await self._around.record("trust-removed", host.uuid, words)
+        return host
+
+    async def revoke(self, key: str) -> None:
+        """A key counts no more. NotFoundError ``trust-key-unknown``."""
+        self.keys.revoke(key)
+        await self._around.record("trust-revoked", "", f"key {key} counts no more")
+
+    async def rotate(self) -> tuple[list[str], list[str]]:
+        """New keys for this host; (names of the hosts that were told, of those that were not)."""
+        peers = self.keys.peers()
+        statement = self.keys.rotate()
+        results = await asyncio.gather(
+            *(self.moves.tell_rotation(host, statement) for host in peers), return_exceptions=True
+        )
+        told = [h.name for h, r in zip(peers, results, strict=True) if r is None]
+        missed = [h.name for h, r in zip(peers, results, strict=True) if r is not None]
+        words = f"this host has key {self.keys.identity.key_id}"
+        await self._around.record("trust-rotated", "", words)
+        return told, missed
+
+    def _listening(self) -> Listener:
+        if self.listener is None:
+            raise ConflictError(
+                "this host lets no other hosts in",
+                code="peer-listen",
+                where="config:[migration] listen",
+                hint='set it, for example to "0.0.0.0:16519", and restart accelvisord',
+            )
+        return self.listener
+
+    def _address(self) -> str:
+        settings = self._around.config.migration
+        return settings.address or _default_address(settings.listen)
 
     # --- the hook ---------------------------------------------------------------------------------
 
@@ -226,7 +302,7 @@ class MovingHost:
         paths = self._around.functions.world.paths.function(uuid)
         await orders.order(paths.control_socket, method, parameters)
 
-    # --- QEMU (hypervisor.vmstate.Handler) ---------------------------------------------------------
+    # --- QEMU (hypervisor.vmstate.Handler) --------------------------------------------------------
 
     async def owners(self, domain: str) -> bool:
         """As :class:`accelvisor.hypervisor.vmstate.Handler`."""
@@ -256,7 +332,7 @@ class MovingHost:
             self.moves.resumed(domain)
 
     async def _domain_state(self, domain: str) -> str:
-        """What the domain does: its own monitor knows best, libvirt answers for one that is gone."""
+        """What the domain does: its own monitor knows best; of one that is gone libvirt knows."""
         pair = self.doors.find(domain)
         if pair is not None:
             try:

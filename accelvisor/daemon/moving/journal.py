@@ -27,6 +27,8 @@ CREATE TABLE moves (
     changed REAL NOT NULL,
     PRIMARY KEY (id, role)
 ) STRICT;
+CREATE TABLE starts (count INTEGER NOT NULL) STRICT;
+INSERT INTO starts VALUES (0);
 """
 #: Moves that ended and are kept for `accelctl migration list`.
 KEPT = 200
@@ -79,6 +81,11 @@ class Journal:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+    def start(self) -> int:
+        """How often this has been called on this file, this time included."""
+        self._execute("UPDATE starts SET count = count + 1", ())
+        return int(self._execute("SELECT count FROM starts", ())[0][0])
 
     def write(self, id: bytes, role: str, domain: str, state: str, record: bytes) -> None:
         """The move is in this state from here on."""

