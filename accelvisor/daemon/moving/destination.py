@@ -39,6 +39,7 @@ from accelvisor.migration import actions, destination
 from accelvisor.migration import messages as wire
 from accelvisor.migration.channel import Channel
 from accelvisor.migration.destination import Event, State
+from accelvisor.migration.ledger import Transfer
 from accelvisor.migration.receiver import Received, Receiver
 
 LOG = logging.getLogger(__name__)
@@ -225,10 +226,10 @@ class DestinationMove:
         if offer is None:
             raise ConflictError("there is no offer", code="migration-peer", where="migration")
         services = self._services
-        if offer.arbiter != services.ledger.arbiter:
+        if offer.arbiter != services.owners.arbiter:
             raise ConflictError(
                 f"the hosts ask different arbiters: {offer.arbiter} there,"
-                f" {services.ledger.arbiter} here",
+                f" {services.owners.arbiter} here",
                 code="migration-arbiter",
                 where="migration",
                 hint="set [ledger] alike on both",
@@ -243,7 +244,7 @@ class DestinationMove:
 
     async def _part(self, offered: wire.Offered, envelope: bytes) -> Part:
         services = self._services
-        known = await services.ledger.floor(offered.function)
+        known = await services.owners.ledger.floor(offered.function)
         verifier = Verifier(
             keyring=lambda: services.keys.keyring,
             policy=MIGRATION,
@@ -314,7 +315,7 @@ class DestinationMove:
         while True:
             try:
                 received: Received = await in_thread(
-                    lambda: part.bulk.wait_round(_LOOK_S), lambda: None
+                    lambda: part.bulk.wait_round(_LOOK_S), lambda: part.bulk.cancel(_OVER)
                 )
             except DeadlineError as error:
                 if error.code == "peer-deadline":
@@ -422,14 +423,18 @@ class DestinationMove:
         self.driver.begin(self._commit(), None)
 
     async def _commit(self) -> None:
-        ledger = self._services.ledger
         try:
-            records = [await ledger.commit(p.function, p.epoch, self.id) for p in self._named()]
-        except UnavailableError:
+            verdict = await self._services.owners.ledger.commit(self._arrival())
+        except UnavailableError as error:
+            LOG.warning("%s: %s", self.driver.name, error.message)
             self.driver.post(Event.ARBITER_UNREACHABLE)
             return
-        committed = all(record.committed for record in records)
-        self.driver.post(Event.ARBITER_COMMITTED if committed else Event.ARBITER_ABORTED)
+        self.driver.post(
+            Event.ARBITER_COMMITTED if verdict.committed else Event.ARBITER_ABORTED
+        )
+
+    def _arrival(self) -> Transfer:
+        return self._services.owners.arrival(self.id, str(self.peer.host), self._named())
 
     async def committed(self, message: wire.Committed) -> None:
         """The source's ledger has given the functions to us: into ours, then it counts.
@@ -437,10 +442,9 @@ class DestinationMove:
         Raises:
             DataError: a record is not signed by the source, or of another move.
         """
-        for part, envelope in zip(message.parts, message.records, strict=True):
-            await self._services.ledger.received(
-                envelope, str(self.peer.host), part.function, self.id
-            )
+        if message.parts != self._named():
+            raise DataError("it names another seal", code="ledger-record", where="ledger")
+        await self._services.owners.adopt(message.records, self._arrival())
         self.driver.post(Event.ARBITER_COMMITTED)
 
     async def _thaw(self, _: actions.Thaw) -> None:
@@ -525,6 +529,7 @@ def _require_same(offered: wire.Offered, said: Offer) -> None:
         )
 
 
+_OVER = UnavailableError("the transfer is over", code="peer-lost", where="migration")
 #: A payload of any length for whoever only wants to know its length.
 _ANY = memoryview(bytes(LIMITS.chunk_bytes))
 #: Loading reads all device memory back (seconds).

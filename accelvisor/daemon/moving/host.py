@@ -10,7 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 from uuid import UUID
 
 from accelvisor.daemon.config import Config
@@ -22,7 +22,7 @@ from accelvisor.daemon.moving.evidence import AuditFile, Nonces
 from accelvisor.daemon.moving.journal import Journal
 from accelvisor.daemon.moving.keys import Keys
 from accelvisor.daemon.moving.moves import Moves
-from accelvisor.daemon.moving.owners import Owners
+from accelvisor.daemon.moving.owners import Arbiter, Owners
 from accelvisor.daemon.moving.services import Services, Settings
 from accelvisor.daemon.paths import Paths
 from accelvisor.errors import (
@@ -37,12 +37,19 @@ from accelvisor.hypervisor import context, entries, rewrite
 from accelvisor.hypervisor.xmltree import child, parse
 from accelvisor.migration import joining, joining_io
 from accelvisor.migration import messages as wire
+from accelvisor.migration.ledger import Ledger
 from accelvisor.migration.listener import Deposit, Listener
 from accelvisor.migration.tickets import Tickets
 
 LOG = logging.getLogger(__name__)
 #: How long a waiting QEMU may take to connect its private monitor (seconds).
 _MONITOR_S = 5.0
+
+
+class ClosingLedger(Ledger, Protocol):
+    """A ledger that is ours to end."""
+
+    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,7 @@ class Around:
         record: an event for operators (kind, subject, message).
         look: look at libvirt's domains again.
         domain_state: "running", "paused" or "gone", as libvirt says.
+        make_ledger: who owns what, and who decides about moves.
         group: gid of QEMU's sockets.
     """
 
@@ -64,7 +72,7 @@ class Around:
     record: Callable[[str, str, str], Awaitable[Any]]
     look: Callable[[], Awaitable[None]]
     domain_state: Callable[[str], Awaitable[str]]
-    make_owners: Callable[[Keys], Owners]
+    make_ledger: Callable[[Keys], tuple[ClosingLedger, Arbiter]]
     group: int | None = None
     clock_ns: Callable[[], int] = time.time_ns
     fault: Callable[[str], None] = lambda step: None
@@ -103,10 +111,13 @@ class MovingHost:
         undo.callback(audit.close)
         nonces = Nonces(state / "nonces.db", around.clock_ns)
         undo.callback(nonces.close)
+        ledger, arbiter = around.make_ledger(self.keys)
+        undo.push_async_callback(ledger.close)
+        owners = Owners(ledger, self.keys, arbiter)
         tickets: Tickets[Deposit] = Tickets(os.urandom)
         self.services = Services(
             keys=self.keys,
-            ledger=around.make_owners(self.keys),
+            owners=owners,
             functions=around.functions,
             journal=journal,
             tickets=tickets,

@@ -1,106 +1,131 @@
-"""Who owns which function: the ledger as moves use it, with this host's signature on what it says.
-"""
+"""Who owns which function: the ledger as moves use it, with this host's keys."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Literal
+
+from accelvisor.daemon.moving.keys import Keys
+from accelvisor.errors import ConflictError, DataError
+from accelvisor.frames import envelope as envelopes
+from accelvisor.frames.envelope import SignatureError
+from accelvisor.limits import KIB
+from accelvisor.migration import messages as wire
+from accelvisor.migration.ledger import (
+    PAYLOAD_TYPE,
+    Item,
+    Ledger,
+    Signed,
+    Standing,
+    Transfer,
+)
+
+_RECORD_BYTES = 4 * KIB
+Arbiter = Literal["source", "etcd"]
 
 
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """What the arbiter said of one function's move.
+class KeySigner:
+    """Signs ledger records with whatever key this host has then."""
 
-    Attributes:
-        committed: it belongs to the destination; False: to the source, as before.
-        envelope: the signed record.
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    def sign(self, payload_type: str, payload: bytes) -> bytes:
+        """The envelope's bytes."""
+        return envelopes.sign(payload_type, payload, [self._keys.identity]).encode()
+
+
+class Owners:
+    """One host's view of the ledger.
+
+    Args:
+        arbiter: who decides about moves: the source's own ledger, or one that all hosts share.
     """
 
-    committed: bool
-    envelope: bytes
+    def __init__(self, ledger: Ledger, keys: Keys, arbiter: Arbiter) -> None:
+        self.ledger = ledger
+        self.arbiter: Arbiter = arbiter
+        self._keys = keys
 
-
-class Owners(Protocol):
-    """The ledger. ``arbiter`` is "source" or "etcd": who decides about a move of this host's.
-
-    Everything may raise UnavailableError (``ledger-unreachable``): nothing was decided.
-    """
-
-    arbiter: str
-
-    async def owned(self, function: str) -> int:
-        """The epoch at which this host owns a function; a new function is claimed at epoch 1.
+    async def next_epoch(self, function: str) -> int:
+        """The epoch at which this host, the owner, may give a function away; one that the ledger
+        does not know is claimed.
 
         Raises:
-            ConflictError: ``ledger-conflict``: another host owns it.
+            ConflictError: ``ledger-not-owner``, ``ledger-undecided``.
+            UnavailableError: ``ledger-unreachable``.
         """
-        ...
+        me = str(self._keys.host)
+        found = await self.ledger.get(function) or await self.ledger.claim(function)
+        record = found.record
+        if record.state is Standing.PREPARED:
+            raise ConflictError(
+                f"a move of function {function} is not decided yet",
+                code="ledger-undecided",
+                where="ledger",
+                hint="it is decided when the other host can be reached",
+            )
+        if record.owner != me:
+            raise ConflictError(
+                f"function {function} belongs to host {record.owner}",
+                code="ledger-not-owner",
+                where="ledger",
+            )
+        return record.epoch + 1
 
-    async def floor(self, function: str) -> int:
-        """The lowest epoch that may come from another host."""
-        ...
+    def transfer(self, migration: bytes, other: str, parts: Sequence[wire.Part]) -> Transfer:
+        """A move from this host to ``other``."""
+        return self._transfer(migration, str(self._keys.host), other, parts)
 
-    async def prepare(
-        self, function: str, epoch: int, migration: bytes, peer: str, digest: bytes
-    ) -> None:
-        """The move of a function that this host owns is sealed. ConflictError."""
-        ...
+    def arrival(self, migration: bytes, other: str, parts: Sequence[wire.Part]) -> Transfer:
+        """A move from ``other`` to this host."""
+        return self._transfer(migration, other, str(self._keys.host), parts)
 
-    async def commit(self, function: str, epoch: int, migration: bytes) -> Decided:
-        """Give it to the destination, unless that was refused before."""
-        ...
+    @staticmethod
+    def _transfer(
+        migration: bytes, source: str, destination: str, parts: Sequence[wire.Part]
+    ) -> Transfer:
+        # Of a move that is known from a journal alone the digest may be, too: then it is empty.
+        items = tuple(Item(p.function, p.epoch, p.digest if any(p.digest) else b"") for p in parts)
+        return Transfer(migration, source, destination, items)
 
-    async def abort(self, function: str, epoch: int, migration: bytes) -> Decided:
-        """Keep it, unless it was given away before."""
-        ...
+    async def adopt(self, envelopes_: Sequence[bytes], wanted: Transfer) -> None:
+        """The source's signed records say that a move was committed: into our ledger.
 
-    async def received(self, envelope: bytes, source: str, function: str, migration: bytes) -> None:
-        """The source's signed record says that it is ours: on disk when this returns. DataError."""
-        ...
+        Raises:
+            DataError: ``ledger-record``, ``ledger-signature``: they are not the source's, or not
+                of this move.
+        """
+        records = [Signed.open(data) for data in envelopes_]
+        for signed, item in zip(records, wanted.items, strict=True):
+            self._verify(signed, wanted.source)
+            said = signed.record
+            same = (said.function, said.epoch, said.migration, said.owner, said.state) == (
+                item.function, item.epoch, wanted.migration, wanted.destination,
+                Standing.COMMITTED,
+            )  # fmt: skip
+            if not same:
+                raise DataError(
+                    "the source's record is of another move", code="ledger-record", where="ledger"
+                )
+        await self.ledger.adopt(records)
 
-    async def release(self, function: str) -> None:
-        """The function is deleted: nobody owns it."""
-        ...
-
-
-class Interim:
-    """In memory, until the ledger is there."""
-
-    arbiter = "source"
-
-    def __init__(self) -> None:
-        self._epochs: dict[str, int] = {}
-        self._moves: dict[tuple[str, bytes], str] = {}
-
-    async def owned(self, function: str) -> int:
-        return self._epochs.setdefault(function, 1)
-
-    async def floor(self, function: str) -> int:
-        return self._epochs.get(function, 0)
-
-    async def prepare(
-        self, function: str, epoch: int, migration: bytes, peer: str, digest: bytes
-    ) -> None:
-        self._moves.setdefault((function, migration), "prepared")
-
-    async def commit(self, function: str, epoch: int, migration: bytes) -> Decided:
-        state = self._moves.get((function, migration))
-        if state == "prepared":
-            self._moves[function, migration] = "committed"
-        return Decided(state in ("prepared", "committed"), b"record")
-
-    async def abort(self, function: str, epoch: int, migration: bytes) -> Decided:
-        state = self._moves.get((function, migration))
-        if state != "committed":
-            self._moves[function, migration] = "aborted"
-        return Decided(state == "committed", b"record")
-
-    async def received(self, envelope: bytes, source: str, function: str, migration: bytes) -> None:
-        self._epochs[function] = self._epochs.get(function, 1) + 1
-
-    async def release(self, function: str) -> None:
-        self._epochs.pop(function, None)
+    def _verify(self, signed: Signed, host: str) -> None:
+        opened = envelopes.decode(signed.envelope, kind=PAYLOAD_TYPE, max_bytes=_RECORD_BYTES)
+        known = {
+            key.key_id: found
+            for key in opened.signatures
+            if (found := self._keys.keyring.find(key.key_id)) is not None
+        }
+        try:
+            holders = envelopes.verify(opened, known, 1)
+        except SignatureError as error:
+            raise _unsigned(host) from error
+        if host not in holders:
+            raise _unsigned(host)
 
 
-def make(keys: object) -> Owners:
-    return Interim()
+def _unsigned(host: str) -> DataError:
+    return DataError(
+        f"the record is not signed by host {host}", code="ledger-signature", where="ledger"
+    )

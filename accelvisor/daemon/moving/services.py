@@ -50,7 +50,7 @@ class Services:
     """
 
     keys: Keys
-    ledger: Owners
+    owners: Owners
     functions: Functions
     journal: Journal
     tickets: Tickets[Deposit]

@@ -25,6 +25,7 @@ from accelvisor.limits import LIMITS
 from accelvisor.migration import actions, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.channel import Channel
+from accelvisor.migration.ledger import Transfer
 from accelvisor.migration.sender import Sender
 from accelvisor.migration.source import Event, State
 
@@ -175,7 +176,7 @@ class SourceMove:
             [part.uuid for part in self.parts],
             [part.epoch for part in self.parts],
             [part.digest for part in self.parts],
-            self._services.ledger.arbiter,
+            self._services.owners.arbiter,
         )
         services, asked = self._services, self.asked
         await asyncio.to_thread(
@@ -236,7 +237,7 @@ class SourceMove:
         envelopes = tuple(sealing.offer(services, self, part) for part in self.parts)
         self._offer = wire.Offer(
             asked.migration,
-            services.ledger.arbiter,
+            services.owners.arbiter,
             tuple(sealing.offered(part) for part in self.parts),
             envelopes,
         )
@@ -247,7 +248,7 @@ class SourceMove:
         said = documents.described(await orders.order(paths.control_socket, "describe"))
         given = await orders.order(paths.holder_socket, "lend", expected=4)
         lent = Lent(given.fds, function.memory_bytes, function.window_bytes)
-        owned = await services.ledger.owned(function.uuid)
+        epoch = await services.owners.next_epoch(function.uuid)
         sections: dict[int, int] = {
             Kind.FUNCTION: LIMITS.manifest_bytes,
             Kind.STATUS: LIMITS.manifest_bytes,
@@ -258,7 +259,7 @@ class SourceMove:
         }
         sender = Sender(rate=services.settings.rate)
         frame = documents.function_frame(said)
-        return Part(function, frame, lent, sender, owned, sections)
+        return Part(function, frame, lent, sender, epoch, sections)
 
     def tickets(self) -> list[list[bytes]]:
         """For the destination, which opens the bulk connections: for each function its tickets."""
@@ -419,10 +420,7 @@ class SourceMove:
     async def _sign(self) -> None:
         for part in self.parts:
             part.envelope, part.digest = sealing.manifest(self._services, self, part)
-        for part in self.parts:
-            await self._services.ledger.prepare(
-                part.uuid, part.epoch, self.asked.migration, str(self.peer.host), part.digest
-            )
+        await self._services.owners.ledger.prepare(self._transfer(self._named()))
 
     async def _answer_owners(self, action: actions.AnswerOwners) -> None:
         self.driver.reply("owners", action.yes)
@@ -439,26 +437,24 @@ class SourceMove:
         self.driver.begin(self._decide(action.decision), None)
 
     async def _decide(self, decision: actions.Decision) -> None:
-        services, id_ = self._services, self.asked.migration
-        commit = decision is actions.Decision.COMMIT
-        parts = self.record_parts or self._named()
+        ledger = self._services.owners.ledger
+        parts = self._named() or self.record_parts
+        decide = ledger.commit if decision is actions.Decision.COMMIT else ledger.abort
         try:
-            committed = [
-                await (services.ledger.commit if commit else services.ledger.abort)(
-                    part.function, part.epoch, id_
-                )
-                for part in parts
-            ]
+            verdict = await decide(self._transfer(parts))
         except UnavailableError as error:
             LOG.warning("%s: %s", self.driver.name, error.message)
             self.driver.post(Event.ARBITER_UNREACHABLE)
             return
-        if all(record.committed for record in committed) and committed:
+        if verdict.committed:
             self.record_parts = parts
-            self.records = tuple(record.envelope for record in committed)
-            self.driver.post(Event.ARBITER_COMMITTED)
-        else:
-            self.driver.post(Event.ARBITER_ABORTED)
+            self.records = tuple(signed.envelope for signed in verdict.records)
+        self.driver.post(
+            Event.ARBITER_COMMITTED if verdict.committed else Event.ARBITER_ABORTED
+        )
+
+    def _transfer(self, parts: tuple[wire.Part, ...]) -> Transfer:
+        return self._services.owners.transfer(self.asked.migration, str(self.peer.host), parts)
 
     async def _thaw(self, _: actions.Thaw) -> None:
         """At once: the guest waits. What is copied beside is cut off first."""
