@@ -103,7 +103,11 @@ def _measure(data: npt.NDArray[np.uint8], repeats: int) -> tuple[Sample, Sample,
         _pin(0)
         try:
             sock = socket.create_connection(listener.getsockname())
-            turns = [_source(ours, sock, near, data, n) for n in range(repeats + 1)][1:]
+            sender = Sender()
+            sender.attach([Channel(sock, near, server=False, clock=time.monotonic)])
+            _turn(ours, sender, data)  # once to warm up
+            turns = [_turn(ours, sender, data) for _ in range(repeats)]
+            sender.close()
         finally:
             os.sched_setaffinity(0, before)
             ours.close()
@@ -116,17 +120,13 @@ def _pin(number: int) -> None:
     os.sched_setaffinity(0, {cores[number % len(cores)]})
 
 
-_SENDER: list[Sender] = []
-
-
-def _source(
-    pipe: Connection, sock: socket.socket, near: Credentials, data: npt.NDArray[np.uint8], turn: int
+def _turn(
+    pipe: Connection, sender: Sender, data: npt.NDArray[np.uint8]
 ) -> tuple[float, float, float]:
-    """One turn: limits, a round of the whole state, limits again."""
-    if not turn:
-        _SENDER[:] = [Sender()]
-        _SENDER[0].attach([Channel(sock, near, server=False, clock=time.monotonic)])
-    sender = _SENDER[0]
+    """Limits, a round of the whole state, limits again: GiB/s moved, of the slowest, of all three.
+
+    Of the two cores the slower one counts, and of before and after the mean.
+    """
     limits = [_limits_of_both(pipe, data)]
     began = time.perf_counter()
     sender.send(Kind.MEMORY, 0, memoryview(data), frozen=True)
@@ -135,13 +135,9 @@ def _source(
     limits.append(_limits_of_both(pipe, data))
     if hashlib.sha256(b"".join(leaves)).digest() != pipe.recv():
         raise RuntimeError("the two sides have other leaves")
-    slowest = sum(each.slowest for pair in limits for each in [min(pair, key=_slowest)]) / 2
+    slowest = sum(min(each.slowest for each in pair) for pair in limits) / 2
     bound = sum(min(each.bound for each in pair) for pair in limits) / 2
     return SIZE / took / GIB, slowest, bound
-
-
-def _slowest(limits: Limits) -> float:
-    return limits.slowest
 
 
 def _destination(pipe: Connection, listener: socket.socket, far: Credentials, turns: int) -> None:

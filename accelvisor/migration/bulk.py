@@ -31,9 +31,9 @@ MESSAGE = struct.Struct("<B3x36s")
 _ROUND = struct.Struct("<QQQ12x")
 _STATE = struct.Struct("<QQI16x")
 _RANGE = struct.Struct("<QQ")
-#: A piece of this size is copied, hashed and encrypted within the second-level cache, and what
-#: Python does for each is little beside that.
-PIECE_BYTES = 512 * KIB
+#: A piece of this size is copied, hashed and sealed within the second-level cache, and what Python
+#: does for each (about 50 us) is little beside that.
+PIECE_BYTES = 256 * KIB
 #: Zeros are looked for in pages, and so is what a fresh memfd has already.
 PAGE_BYTES = 4096
 #: A shorter run of zero pages is sent as it is: one more chunk costs more.
