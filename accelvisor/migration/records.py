@@ -4,8 +4,7 @@ A bulk connection begins with mutual TLS 1.3. Over it the side that was connecte
 bytes; both make one key for each direction of them (HKDF-SHA-256, RFC 5869), and from then on the
 same TCP connection carries records: four bytes of length, ciphertext, tag of 16 bytes. The nonce is
 the number of the record in its direction, so a record that is changed, left out, repeated or moved
-does not open. TLS itself is limited to records of 16 KiB, and from Python costs a third more for
-each byte (docs/adr/0009).
+does not open. TLS itself is limited to records of 16 KiB, and each costs a call (docs/adr/0009).
 """
 
 from __future__ import annotations
