@@ -17,14 +17,16 @@ from typing import TypeVar
 from accelvisor.daemon.etcd import Entry, EtcdClient, Range, beginning_with
 from accelvisor.errors import ConflictError, DataError, StateError
 from accelvisor.migration.ledger import (
+    SETTLED,
     Operation,
+    Record,
     Signed,
     Signer,
-    Standing,
     Transfer,
     Verdict,
     decide,
     decide_claim,
+    decide_release,
     sign,
     transfer_of,
     verdict,
@@ -35,7 +37,6 @@ T = TypeVar("T")
 PREFIX = b"/accelvisor/ledger/1/"
 #: Tries to change something that others keep changing: few hosts ever want the same function.
 TRIES = 8
-_DECIDED = (Standing.OWNED, Standing.COMMITTED, Standing.ABORTED)
 
 #: Asked before records that were read are believed; raises when their signature is not by a host
 #: that may have written them.
@@ -74,7 +75,10 @@ class EtcdLedger:
         return self._open(entries[0]) if entries else None
 
     async def claim(self, function: str) -> Signed:
-        return await self._run(lambda: self._claim(function))
+        return await self._run(lambda: self._alone(decide_claim, function))
+
+    async def release(self, function: str) -> Signed:
+        return await self._run(lambda: self._alone(decide_release, function))
 
     async def prepare(self, transfer: Transfer) -> tuple[Signed, ...]:
         return await self._run(lambda: self._change(Operation.PREPARE, transfer))
@@ -119,16 +123,17 @@ class EtcdLedger:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _claim(self, function: str) -> Signed:
+    def _alone(self, rule: Callable[..., tuple[Record, bool]], function: str) -> Signed:
         for _ in range(TRIES):
             [entries] = self._client.read([Range(_newest(function))])
             known = self._open(entries[0]) if entries else None
             latest = known.record if known else None
-            record, new = decide_claim(function, self._host, latest, self._clock_ns())
+            record, new = rule(function, self._host, latest, self._clock_ns())
             if known and not new:
                 return known
             signed = sign(self._signer, record)
-            if self._client.swap({_newest(function): 0}, _puts([signed])):
+            expected = {_newest(function): entries[0].revision if entries else 0}
+            if self._client.swap(expected, _puts([signed])):
                 return signed
         raise _crowded()
 
@@ -165,7 +170,7 @@ class EtcdLedger:
     def _decided(self, entries: Sequence[Entry]) -> Signed | None:
         """Of one epoch's records the one that counts: the decision, else the preparation."""
         opened = [self._open(entry) for entry in entries]
-        opened.sort(key=lambda signed: signed.record.state in _DECIDED)
+        opened.sort(key=lambda signed: signed.record.state in SETTLED)
         return opened[-1] if opened else None
 
     def _open(self, entry: Entry) -> Signed:

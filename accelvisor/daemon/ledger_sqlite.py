@@ -22,12 +22,14 @@ from typing import TypeVar
 from accelvisor.errors import ConflictError, StateError, UnavailableError
 from accelvisor.migration.ledger import (
     Operation,
+    Record,
     Signed,
     Signer,
     Transfer,
     Verdict,
     decide,
     decide_claim,
+    decide_release,
     sign,
     transfer_of,
     verdict,
@@ -47,7 +49,7 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         ) STRICT""",
         "CREATE INDEX records_of ON records (function, epoch, id)",
         """CREATE UNIQUE INDEX decided_once ON records (function, epoch)
-            WHERE state IN ('owned', 'committed', 'aborted')""",
+            WHERE state <> 'prepared'""",
         """CREATE UNIQUE INDEX prepared_once ON records (function, epoch)
             WHERE state = 'prepared'""",
         """CREATE TRIGGER never_changed BEFORE UPDATE ON records
@@ -113,11 +115,10 @@ class LedgerFile:
         return int(row[0] or 0)
 
     def claim(self, function: str) -> Signed:
-        with self._transaction():
-            newest = self._newest(function)
-            latest = newest.record if newest else None
-            record, new = decide_claim(function, self._host, latest, self._clock_ns())
-            return self._append(sign(self._signer, record)) if new or not newest else newest
+        return self._alone(decide_claim, function)
+
+    def release(self, function: str) -> Signed:
+        return self._alone(decide_release, function)
 
     def change(
         self, operation: Operation, transfer: Transfer, given: Sequence[Signed] = ()
@@ -143,6 +144,13 @@ class LedgerFile:
             return tuple(answers)
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _alone(self, rule: Callable[..., tuple[Record, bool]], function: str) -> Signed:
+        with self._transaction():
+            newest = self._newest(function)
+            latest = newest.record if newest else None
+            record, new = rule(function, self._host, latest, self._clock_ns())
+            return self._append(sign(self._signer, record)) if new or not newest else newest
 
     def _newest(self, function: str, epoch: int | None = None) -> Signed | None:
         row = self._db.execute(
@@ -239,6 +247,9 @@ class SqliteLedger:
 
     async def claim(self, function: str) -> Signed:
         return await self._run(lambda: self._file.claim(function))
+
+    async def release(self, function: str) -> Signed:
+        return await self._run(lambda: self._file.release(function))
 
     async def prepare(self, transfer: Transfer) -> tuple[Signed, ...]:
         return await self._run(lambda: self._file.change(Operation.PREPARE, transfer))
