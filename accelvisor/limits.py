@@ -178,6 +178,16 @@ class Limits:
     manifest_bytes: int = 64 * KIB
     # Watermarked models of one function; each is about 150 bytes of manifest.
     manifest_models: int = 256
+    # Numbers that a mark's secret matrix has for each bit: 128 rows of them are 128 MiB.
+    watermark_averages: int = 1 << 17
+    # Copied out of a function to look for a mark; a dense layer of 8192 x 8192 float32.
+    watermark_tensor_bytes: int = 256 * MIB
+    # Keys of watermarks that a host keeps: one for each of its customers.
+    watermark_keys: int = 4096
+    # A key's file: a line that says what it is, and 64 digits.
+    watermark_key_bytes: int = KIB
+    # A verdict on one model is about 400 bytes.
+    watermark_verdict_bytes: int = 4 * KIB
     # Who signs a manifest: its host, and as many witnesses as a threshold may ask for.
     signatures: int = 16
     # A function frame with the largest number of DMA maps.
@@ -211,6 +221,12 @@ class Limits:
     audit_record_bytes: int = 8 * KIB
     # Epochs that a function may be ahead of what is known: each is one change of owner.
     epoch_jump: int = 1000
+    # Checkpoints at rest that continue one another: restoring the last reads them all.
+    checkpoint_chain: int = 16
+    # Left free where checkpoints lie: the daemon's own records are on the same file system.
+    checkpoint_free_bytes: int = 64 * MIB
+    # A checkpoint at rest counts so long, ten years; what keeps out an old one is its epoch.
+    checkpoint_life_s: float = 10 * 366 * 86_400.0
 
     # --- peers -----------------------------------------------------------------------------------
     # The largest message is a trust document.
