@@ -79,12 +79,15 @@ class EtcdClient:
         ]
         answer = self._post("/v3/kv/txn", {"success": asked})
         try:
-            return [
+            found = [
                 [_entry(kv) for kv in response["response_range"].get("kvs", ())]
-                for response in answer.get("responses", ())
+                for response in answer["responses"]
             ]
+            if len(found) != len(ranges):
+                raise ValueError(f"{len(found)} answers to {len(ranges)} questions")
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise _unreachable(f"etcd answered something else: {error!r}") from error
+        return found
 
     def swap(self, expected: Mapping[bytes, int], puts: Mapping[bytes, bytes]) -> bool:
         """Write ``puts`` if the keys in ``expected`` are at those revisions (0: not there).
