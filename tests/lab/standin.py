@@ -14,16 +14,20 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+from accelvisor.errors import StateError
 from accelvisor.function import state as function_state
 from accelvisor.hypervisor import context
 from accelvisor.hypervisor.companions import Companions
 from accelvisor.hypervisor.private import Private
 from accelvisor.hypervisor.qmp import Event
+from accelvisor.hypervisor.rewrite import rewrite
 from accelvisor.hypervisor.vmstate import Bus
 
 RUN = Path("/run/accelvisor")
-BEHAVE, LOG, CONFIG = RUN / "standin.json", RUN / "standin.log", RUN / "standin.config"
+BEHAVE, LOG, CONTEXTS = (RUN / f"standin.{word}" for word in ("json", "log", "contexts"))
+HERE = str(uuid4())
 FACE = "io.accelvisor.Admin."
 
 
@@ -83,7 +87,7 @@ class Standin:
         await asyncio.sleep(float(behaviour().get("hold", 0)))
         refusal = behaviour().get("refuse")
         if refusal:
-            raise ValueError(refusal)
+            raise StateError(refusal)
 
     # --- monitor ---------------------------------------------------------------------------------
 
@@ -117,7 +121,7 @@ class Standin:
             writer.close()
 
     async def answer(self, method: str, given: dict[str, Any]) -> dict[str, Any]:
-        say("hook", method=method)
+        say("hook", method=method, reason=given.get("reason", ""))
         refusal = behaviour().get(method)
         if refusal:
             told = {"code": "a-code", "message": refusal, "where": "", "hint": ""}
@@ -127,22 +131,37 @@ class Standin:
             socket = f"{RUN}/function/{given['function']}/libvirt-{domain}"
             return {"parameters": {"function": {"domain_uuid": domain, "domain_socket": socket}}}
         if method in ("ReserveMigration", "PrepareRestore"):
-            return {"parameters": {"xml": given["xml"]}}
-        if method == "Context":  # not of the hook: what the source's context is
-            config = state_of(self.functions[0])
-            config = await context.observe(self.monitor, self.functions[0], config)
-            return {"parameters": {"config": config.hex()}}
-        if method == "RestoreContext" and CONFIG.exists():
-            try:
-                await self.monitor.wait_connected(10)
-                for function in self.functions:
-                    await context.restore(self.monitor, function, bytes.fromhex(CONFIG.read_text()))
-                say("restored")
-            except Exception as error:
-                say("restore failed", error=repr(error))
-                told = {"code": "x", "message": str(error), "where": "", "hint": ""}
-                return {"error": f"{FACE}Conflict", "parameters": told}
+            return {"parameters": {"xml": rewrite(given["xml"], host=HERE)}}
+        if method == "Contexts":  # not of the hook: what the source's contexts are
+            return {"parameters": {name: await self.context(name) for name in self.functions}}
+        if method == "RestoreContext" and CONTEXTS.exists():
+            return await self.restore()
         return {"parameters": {}}
+
+    async def context(self, function: str) -> str:
+        return (await context.observe(self.monitor, function, state_of(function))).hex()
+
+    async def restore(self) -> dict[str, Any]:
+        try:
+            await self.monitor.wait_connected(10)
+            status = await self.monitor.execute("query-status")
+            for function, config in json.loads(CONTEXTS.read_text()).items():
+                # The source's may change meanwhile, so it is done more than once: first another.
+                other = context.with_bars(bytes.fromhex(config), elsewhere(function), function)
+                await context.restore(self.monitor, function, other)
+                await context.restore(self.monitor, function, bytes.fromhex(config))
+            say("restored", status=status["status"])
+        except Exception as error:
+            say("not restored", error=repr(error))
+            told = {"code": "x", "message": str(error), "where": "", "hint": ""}
+            return {"error": f"{FACE}Conflict", "parameters": told}
+        return {"parameters": {}}
+
+
+def elsewhere(function: str) -> list[Any]:
+    """A reply to ``query-pci`` with BAR0 at another address."""
+    region = {"bar": 0, "type": "memory", "address": 0xFC00_0000}
+    return [{"devices": [{"qdev_id": f"accel-{function}", "regions": [region]}]}]
 
 
 async def main() -> None:

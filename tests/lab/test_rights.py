@@ -120,6 +120,45 @@ def test_qemu_reaches_no_function_that_no_vm_has(
     assert knock(host, *own, vms) == ["Permission denied"] * 3 + ["No such file or directory"]
 
 
+#: As the daemon does it, without being in QEMU's group.
+LISTEN = """
+import sys
+from accelvisor.hypervisor.endpoints import listen
+sock = listen(sys.argv[1])
+print("listening", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_qemu_reaches_the_bus_that_the_daemon_makes_and_no_stranger_does(
+    host: LabHost, users: None
+) -> None:
+    path = f"{RUN}/domain/libvirt-{'0' * 8}.bus"
+    become = ["setpriv", "--reuid", "accelvisor", "--regid", "accelvisor", "--init-groups"]
+    script = f"{LISTEN.strip()}\n"
+    unit = ["systemd-run", "--unit=accel-listen", "--collect", "--property=UMask=0027"]
+    words = " ".join(become)
+    host.run(
+        [*unit, "sh", "-c", f"tail -f /dev/null | {words} python3 -c '{script}' {path}"]
+    )
+    try:
+        host.wait(
+            lambda: host.run(["test", "-S", path], check=False).returncode == 0
+            and knock(host, path) == ["connected"],
+            deadline_s=10,
+            what="the socket",
+        )
+        assert host.run(["stat", "-c", "%a %U %G", path]).stdout.split() == [
+            "660", "accelvisor", "libvirt-qemu",
+        ]  # fmt: skip
+        said = run_as(host, STRANGER, "python3", "-c", KNOCK, path)[1]
+        assert said.strip() == "Permission denied"
+        assert run_as(host, STRANGER, "ls", f"{RUN}/domain")[0] != 0
+    finally:
+        host.run(["systemctl", "stop", "accel-listen"], check=False)
+        host.run(["rm", "-f", path])
+
+
 def admitted(host: LabHost, vm: str) -> list[re.Pattern[str]]:
     """All paths in the profile of a VM, with the rule as it is packaged, as this host's parser
     would hand them to a kernel. No kernel here has AppArmor: this is what can be tried."""
@@ -146,6 +185,12 @@ def test_a_vms_profile_admits_its_own_sockets_and_no_other(host: LabHost) -> Non
             (f"{at}/vfio.sock", False),
             (f"{at}/holder.sock", False),
             (f"{RUN}/spec/libvirt-{vm}", False),
+            (f"{RUN}/domain/libvirt-{vm}.bus", True),
+            (f"{RUN}/domain/libvirt-{vm}.monitor", True),
+            (f"{RUN}/domain/libvirt-{other}.bus", False),
+            (f"{RUN}/domain/libvirt-{other}.monitor", False),
+            (f"{RUN}/domain/libvirt-{vm}.other", False),
+            (f"{RUN}/domain/libvirt-{vm}", False),
         ):
             assert any(each.fullmatch(path) for each in paths) is wanted, path
 
