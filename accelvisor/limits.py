@@ -182,6 +182,8 @@ class Limits:
     watermark_averages: int = 1 << 17
     # Copied out of a function to look for a mark; a dense layer of 8192 x 8192 float32.
     watermark_tensor_bytes: int = 256 * MIB
+    # A model's file, and what it unpacks to: it is read whole.
+    watermark_file_bytes: int = GIB
     # Keys of watermarks that a host keeps: one for each of its customers.
     watermark_keys: int = 4096
     # A key's file: a line that says what it is, and 64 digits.

@@ -1,0 +1,272 @@
+"""What a host keeps for watermarks, below ``STATE/watermarks``, readable by the daemon alone.
+
+============ =================================================================================
+KEYID.key    an owner's secret (0600); written whole or not at all
+models.db    which tensor of which function is a marked layer of which model (SQLite)
+============ =================================================================================
+
+A registration may name a key that is not here: the model came with a function, and its owner did
+not give this host the key. It is kept so that the next host is told of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from accelvisor.errors import (
+    CapacityError,
+    ConflictError,
+    DataError,
+    NotFoundError,
+    StateError,
+    SystemFailure,
+)
+from accelvisor.frames.watermark import (
+    Key,
+    Registration,
+    decode_registration,
+    encode_registration,
+)
+from accelvisor.limits import LIMITS
+
+VERSION = 1
+_SCHEMA = """
+CREATE TABLE models (
+    function TEXT NOT NULL,       -- UUID
+    model TEXT NOT NULL,
+    key TEXT NOT NULL,
+    registration BLOB NOT NULL,   -- canonical msgpack
+    PRIMARY KEY (function, model)
+) STRICT;
+"""
+_KEY_ID = re.compile(r"[0-9a-f]{32}")
+
+
+class Marks:
+    """Keys and registrations. Thread-safe; what returned is on disk.
+
+    Args:
+        directory: made when it is missing.
+
+    Raises:
+        StateError: ``watermark-damaged``: a file is not what was written.
+        SystemFailure: ``watermark-io``.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock = threading.Lock()
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path = directory / "models.db"
+            path.touch(mode=0o600)
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            (version,) = self._db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
+            elif version != VERSION:
+                raise self._damaged(f"its table is of version {version}")
+        except sqlite3.DatabaseError as error:
+            raise self._damaged(str(error)) from error
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    # --- keys -------------------------------------------------------------------------------------
+
+    def keys(self) -> list[str]:
+        """The ids of the keys that are here, sorted."""
+        try:
+            names = [path.stem for path in self._directory.glob("*.key")]
+        except OSError as error:
+            raise self._failed(error) from error
+        return sorted(name for name in names if _KEY_ID.fullmatch(name))
+
+    def key(self, key_id: str) -> Key | None:
+        """The key with this id; None when its owner did not give it to this host.
+
+        Raises:
+            StateError: ``watermark-damaged``: its file holds another one, or none.
+        """
+        if not _KEY_ID.fullmatch(key_id):
+            return None
+        try:
+            with open(self._directory / f"{key_id}.key", "rb") as file:
+                found = Key.from_text(file.read(LIMITS.watermark_key_bytes))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise self._failed(error) from error
+        except DataError as error:
+            raise self._damaged(f"{key_id}.key: {error.message}") from error
+        if found.key_id != key_id:
+            raise self._damaged(f"{key_id}.key holds another key")
+        return found
+
+    def add_key(self, key: Key) -> str:
+        """Keep a key; one that is here already stays. Returns its id.
+
+        Raises:
+            CapacityError: ``watermark-keys``.
+        """
+        with self._lock:
+            names = self.keys()
+            if key.key_id in names:
+                return key.key_id
+            if len(names) >= LIMITS.watermark_keys:
+                raise CapacityError(
+                    f"{len(names)} watermark keys are kept here",
+                    code="watermark-keys",
+                    where="watermark",
+                    hint="accelctl watermark key remove",
+                )
+            try:
+                self._write(f"{key.key_id}.key", key.to_text().encode())
+            except OSError as error:
+                raise self._failed(error) from error
+        return key.key_id
+
+    def remove_key(self, key_id: str) -> None:
+        """Forget a key.
+
+        Raises:
+            NotFoundError: ``watermark-key-unknown``.
+            ConflictError: ``watermark-key-used``: a function's model is checked with it.
+        """
+        require_key(self.key(key_id), key_id)
+        used = self._execute("SELECT function, model FROM models WHERE key = ? LIMIT 1", (key_id,))
+        for function, model in used:
+            raise ConflictError(
+                f"model {model} of function {function} is checked with it",
+                code="watermark-key-used",
+                where="watermark",
+                hint="accelctl watermark unregister",
+            )
+        try:
+            (self._directory / f"{key_id}.key").unlink(missing_ok=True)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    # --- registrations ----------------------------------------------------------------------------
+
+    def models(self, function: str | None = None) -> list[Registration]:
+        """All registrations, or those of one function, in the order of functions and names.
+
+        Raises:
+            StateError: ``watermark-damaged``.
+        """
+        rows = self._execute(
+            "SELECT registration FROM models WHERE ? IS NULL OR function = ?"
+            " ORDER BY function, model",
+            (function, function),
+        )
+        try:
+            return [decode_registration(data) for (data,) in rows]
+        except DataError as error:
+            raise self._damaged(error.message) from error
+
+    def put(self, *registrations: Registration) -> None:
+        """Keep registrations, all or none; those of the same function and name are replaced.
+
+        Raises:
+            CapacityError: ``watermark-models``: a manifest could not name them all.
+        """
+        with self._lock:
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                for item in registrations:
+                    self._db.execute(
+                        "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?)",
+                        (item.function, item.model, item.key, encode_registration(item)),
+                    )
+                self._bounded({item.function for item in registrations})
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise self._failed(error) from error
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    def drop(self, function: str, model: str | None = None) -> int:
+        """Forget a registration, or all of a function. Returns how many there were."""
+        rows = self._execute(
+            "DELETE FROM models WHERE function = ? AND (? IS NULL OR model = ?) RETURNING 1",
+            (function, model, model),
+        )
+        return len(rows)
+
+    # --- inside -----------------------------------------------------------------------------------
+
+    def _bounded(self, functions: set[str]) -> None:
+        for function in functions:
+            (count,) = self._db.execute(
+                "SELECT count(*) FROM models WHERE function = ?", (function,)
+            ).fetchone()
+            if count > LIMITS.manifest_models:
+                raise CapacityError(
+                    f"a function has at most {LIMITS.manifest_models} watermarked models",
+                    code="watermark-models",
+                    where="watermark",
+                )
+
+    def _execute(self, sql: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
+        with self._lock:
+            try:
+                return self._db.execute(sql, values).fetchall()
+            except sqlite3.Error as error:
+                raise self._failed(error) from error
+
+    def _write(self, name: str, data: bytes) -> None:
+        path = self._directory / name
+        staged = path.with_name(name + ".new")
+        with suppress(FileNotFoundError):
+            staged.unlink()
+        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(fd)
+        os.replace(staged, path)
+        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def _damaged(self, why: str) -> StateError:
+        return StateError(
+            f"the records of watermarks are damaged: {why}",
+            code="watermark-damaged",
+            where=str(self._directory),
+            hint="import the key again; models.db may be deleted, then models are registered anew",
+        )
+
+    def _failed(self, error: Exception) -> SystemFailure:
+        return SystemFailure(
+            f"the records of watermarks cannot be used: {error}",
+            code="watermark-io",
+            where=str(self._directory),
+        )
+
+
+def require_key(key: Key | None, key_id: str) -> Key:
+    """Raises NotFoundError ``watermark-key-unknown``."""
+    if key is None:
+        raise NotFoundError(
+            f"watermark key {key_id} is not on this host",
+            code="watermark-key-unknown",
+            where="watermark",
+            hint="its owner has it: accelctl watermark key import",
+        )
+    return key
