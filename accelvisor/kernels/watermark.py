@@ -185,11 +185,11 @@ def _averages(weights: Array, count: int) -> tuple[F64, int, Layout]:
         if abs(far) > _FAR:
             exponent = far
             weights = np.ldexp(weights.astype(np.float64), -far)
-    if how.axis:
-        sums = np.add.reduceat(weights, how.starts, axis=1, dtype=np.float64).T
-    else:
-        rows = weights.reshape(how.filters, how.each)
-        sums = np.add.reduceat(rows, how.starts, axis=0, dtype=np.float64)
+    rows = weights.reshape(how.filters, how.each) if how.axis == 0 else weights.T
+    sums = np.empty((how.groups, how.each))
+    for group, (start, stop) in enumerate(pairwise([*how.starts, how.filters])):
+        # Group by group, since this makes no copy of all weights in float64.
+        np.sum(rows[start:stop], axis=0, dtype=np.float64, out=sums[group])
     averages = (sums / np.array(how.sizes, np.float64)[:, None]).ravel()
     scale = math.frexp(float(np.abs(averages).max()))[1]
     return np.ldexp(averages, -scale), exponent + scale, how
