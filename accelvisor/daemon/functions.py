@@ -127,9 +127,9 @@ class Functions:
         """
         return await self.carry(self._create(self._profile(profile), name, card))
 
-    async def bring(self, uuid: str, profile: Profile) -> Function:
-        """A function that comes from another host: with its UUID, and of its size, whatever the
-        profiles here say. Made as by :meth:`create`.
+    async def bring(self, uuid: str, profile: Profile, name: str = "") -> Function:
+        """A function that comes from another host: with its UUID, its name if nobody has that here,
+        and of its size, whatever the profiles here say. Made as by :meth:`create`.
 
         Raises:
             CapacityError: ``no-room``.
@@ -143,7 +143,9 @@ class Functions:
                 where="functions",
                 hint="accelctl function show says whose it is",
             )
-        return await self.carry(self._create_as(uuid, _checked_name(None, uuid), profile, None))
+        taken = name in {function.name for function in self.registry.all()}
+        wanted = name if re.match(NAME, name) and not taken else None
+        return await self.carry(self._create_as(uuid, _checked_name(wanted, uuid), profile, None))
 
     async def drop(self, uuid: str, words: str) -> None:
         """End a function that a move took away, or did not bring; repeatable."""

@@ -87,6 +87,8 @@ class EmbeddedVm:
                 try:
                     admin.call("RestoreContext", {"domain": self.name, "domain_uuid": self.uuid})
                     before_stop()
+                    for uuid, transport in self.transports.items():
+                        transports[uuid].ram[:] = transport.ram
                     with self.cpu:
                         stopped = time.monotonic()
                         self._switch(transports, machine)

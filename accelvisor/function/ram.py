@@ -24,6 +24,7 @@ from accelvisor.function import state as s
 from accelvisor.function.dma import DmaFault, File
 from accelvisor.function.endpoints import memfd
 from accelvisor.function.track import Run
+from accelvisor.limits import MIB
 from accelvisor.vfio_user.model import Refusal
 from accelvisor.vfio_user.protocol import PAGE_BYTES
 
@@ -35,9 +36,13 @@ _HEADER = struct.Struct("<QII")  # magic and version, windows, files
 _TRIPLE = struct.Struct("<QQQ")
 _FILE = struct.Struct("<QII")  # bytes, samples, runs
 _RUN = struct.Struct("<QQ")
+#: What a saved function brings whose VM's RAM is none of its business: no window, no file.
+NOTHING = _HEADER.pack(_MAGIC, 0, 0)
 #: Windows that are listed; of a guest behind an IOMMU with more of them none is checked.
 _MOST_WINDOWS = 65_536
 _SAMPLES = 16
+#: Below this a PC's chipset decides what is memory, and its own state may come after ours.
+_LEGACY_BYTES = MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +203,11 @@ def _match(device: Device, part: _Part) -> File:
 
 
 def _check_windows(device: Device, listed: Sequence[tuple[int, int, int]]) -> None:
-    for address, size, flags in listed:
+    for start, length, flags in listed:
+        address = max(start, _LEGACY_BYTES)
+        size = start + length - address
+        if size <= 0:
+            continue
         try:
             if all(piece.slot >= 0 for piece in device.maps.pieces(address, size, flags & 3)):
                 continue

@@ -66,7 +66,8 @@ class Wanted(_Wire, frozen=True):
 
 
 class Offered(_Wire, frozen=True):
-    """What the source will send of one function. The destination gives no byte more than this.
+    """What the source will send of one function, and how it is called there. The destination gives
+    no byte more than this.
 
     ``chunks`` and ``bytes`` bound the whole stream, all rounds together.
     """
@@ -82,6 +83,7 @@ class Offered(_Wire, frozen=True):
     window_bytes: Annotated[int, Meta(ge=1, le=LIMITS.window_bytes)]
     chunks: Count
     bytes: Count
+    name: Name = ""
 
 
 class Message(_Wire, frozen=True, tag_field="t"):

@@ -136,6 +136,12 @@ class Credentials:
         for each in connected:
             self._judge(each)
 
+    def renew(self, identity: Identity, certificate: bytes) -> None:
+        """Show another key from the next connection on."""
+        with self._lock:
+            self.identity, self.certificate = identity, certificate
+            self._made.clear()
+
     def hold(self, connection: Connected) -> None:
         """Have ``connection`` cut when its key is not good any more."""
         with self._lock:

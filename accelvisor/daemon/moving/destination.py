@@ -137,6 +137,9 @@ class DestinationMove:
         self.known: tuple[wire.Part, ...] = ()  # of a move that is known from the journal alone
         self.rounds = 0
         self.first_pass = asyncio.Event()
+        #: What is done to QEMU while rounds come in; ends with the seal.
+        self.beside: asyncio.Task[None] | None = None
+        self._no_more_rounds = asyncio.Event()
         self.arbiter = ""
         self.loaded_at = 0.0
         self._bulk: asyncio.Task[None] | None = None
@@ -160,6 +163,7 @@ class DestinationMove:
             },
             Event.FAILED,
             Event.DEADLINE,
+            self._entered,
         )
 
     # --- messages and records ---------------------------------------------------------------------
@@ -276,6 +280,7 @@ class DestinationMove:
                 offered.queues,
                 offered.ring_entries,
             ),
+            offered.name,
         )
         words = f", which comes from host {self.peer.host}"
         await admission.take(services.functions, function, self.domain, self.domain_uuid, words)
@@ -342,12 +347,27 @@ class DestinationMove:
         self.rounds = message.number
         self.first_pass.set()
 
+    async def still_receiving(self, after_s: float) -> bool:
+        """Whether rounds are still coming in, ``after_s`` seconds from now."""
+        try:
+            async with asyncio.timeout(after_s):
+                await self._no_more_rounds.wait()
+        except TimeoutError:
+            pass
+        return not self._no_more_rounds.is_set()
+
+    def _entered(self, state: State) -> None:
+        if state not in (State.RESERVING, State.PREPARING, State.RECEIVING):
+            self._no_more_rounds.set()
+
     # --- the switch-over --------------------------------------------------------------------------
 
     async def _verify(self, _: actions.Verify) -> None:
         self.driver.begin(self._check(), Event.VERIFIED)
 
     async def _check(self) -> None:
+        if self.beside is not None:
+            await asyncio.gather(self.beside, return_exceptions=True)
         sealed = self.sealed
         if sealed is None or [p.function for p in sealed.parts] != [p.uuid for p in self.parts]:
             raise ConflictError(
@@ -397,14 +417,7 @@ class DestinationMove:
                 where="status:V3",
             )
         before = documents.described(await self._order(part.uuid, "describe"))
-        differ = documents.context_differences(frame, bytes.fromhex(before.config))
-        if differ:
-            raise StateError(
-                f"the guest changed the function's PCI context at the last moment: {differ}",
-                code="status-context",
-                where="status:V2",
-                hint="start the migration again",
-            )
+        documents.require_context(frame, before)
         await asyncio.to_thread(staged.finish, sizes)
         after = await self._order(part.uuid, "load", staged.descriptors())
         documents.validate(frame, status, before, after)

@@ -12,7 +12,7 @@ and DMA windows (V5) are checked by the function process itself while it loads.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -261,16 +261,26 @@ def validate(
         raise _refuse("status-faults", "V7", "the fault counter is another one after the load")
 
 
-def context_differences(frame: FunctionFrame, here: Sequence[int] | bytes) -> list[str]:
-    """What of the PCI context that the guest relies on is not restored here: names. BARs are not
-    looked at: QEMU keeps those itself, and has not told the device.
+def require_context(frame: FunctionFrame, before: Described) -> None:
+    """The guest's interrupt must go where it went at the source. QEMU keeps that itself, as the
+    BARs, and the device hears of it (MSI registers) and has the descriptor; the rest of what it
+    heard comes with its state.
+
+    Raises:
+        StateError: ``status-context``.
     """
-    parts: Mapping[str, Callable[[bytes], bytes]] = {
-        "command": lambda c: bytes([c[4] & 0x06, c[5] & 0x04]),
-        "MSI": lambda c: bytes([c[_msi(c) + 2] & 1]) + c[_msi(c) + 4 : _msi(c) + 14],
-    }
-    mine = bytes(here)
-    return [name for name, part in parts.items() if part(frame.config) != part(mine)]
+    there, here = (
+        bytes([config[at + 2] & 1]) + config[at + 4 : at + 14]
+        for config in (frame.config, bytes.fromhex(before.config))
+        for at in [_msi(config)]
+    )
+    if (there[0] & 1 and there != here) or frame.msi != before.msi:
+        raise _refuse(
+            "status-context",
+            "V2",
+            "the guest changed the function's interrupt at the last moment",
+            "start the migration again",
+        )
 
 
 def _msi(config: bytes) -> int:

@@ -42,6 +42,8 @@ from accelvisor.migration.listener import Deposit, Listener
 from accelvisor.migration.tickets import Tickets
 
 LOG = logging.getLogger(__name__)
+#: How often it is asked whether the guest changed its PCI context (seconds).
+_CONTEXT_S = 0.5
 #: How long a waiting QEMU may take to connect its private monitor (seconds).
 _MONITOR_S = 5.0
 
@@ -84,7 +86,6 @@ class MovingHost:
     def __init__(self, around: Around) -> None:
         self._around = around
         self._undo = AsyncExitStack()
-        self._refreshing: dict[str, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
         """Come up; what was begun before a restart goes on. Undone when it fails."""
@@ -95,8 +96,6 @@ class MovingHost:
             raise
 
     async def stop(self) -> None:
-        for task in self._refreshing.values():
-            task.cancel()
         await self._undo.aclose()
 
     async def _start(self) -> None:
@@ -265,9 +264,7 @@ class MovingHost:
                 await move.first_pass.wait()
         except TimeoutError:
             LOG.info("%s: the first pass goes on beside QEMU's own", domain)
-        self._refreshing[domain_uuid] = asyncio.get_running_loop().create_task(
-            self._refresh(move, given)
-        )
+        move.beside = asyncio.get_running_loop().create_task(self._refresh(move, given))
 
     async def gone(self, domain_uuid: str, reason: str) -> None:
         """The domain's QEMU is not there any more."""
@@ -282,14 +279,20 @@ class MovingHost:
         wanted = await move.peer.context(move.id)
         for index, part in enumerate(move.parts):
             if known is None or known[index] != wanted[index]:
+                if known is not None:
+                    LOG.info("%s: its guest changed the PCI context of %s", move.domain, part.uuid)
                 await context.restore(pair.monitor, part.uuid, wanted[index])
         return wanted
 
     async def _refresh(self, move: DestinationMove, given: Sequence[bytes]) -> None:
-        """The guest may load a driver, or move its interrupt, while its memory is copied."""
+        """The guest may load a driver, or move its interrupt, while its memory is copied.
+
+        It ends with the seal, and the move waits for that before it says that it has verified it:
+        until then QEMU cannot come to loading, after which its guest may run, and a port that is
+        written then would be the guest's.
+        """
         seen = move.rounds
-        while move.sealed is None and move.driver.state == "receiving":
-            await asyncio.sleep(0.2)
+        while await move.still_receiving(_CONTEXT_S):
             if move.rounds == seen:
                 continue
             seen = move.rounds

@@ -87,6 +87,7 @@ def offered(part: Part) -> wire.Offered:
         function.window_bytes,
         LIMITS.chunks,
         LIMITS.checkpoint_bytes,
+        function.name,
     )
 
 
