@@ -18,13 +18,16 @@ from accelvisor.daemon.moving.watermarks import Signed, Watermarks
 from accelvisor.daemon.paths import Paths
 from accelvisor.errors import AccelvisorError, NotFoundError, StateError
 from accelvisor.frames import watermark
+from accelvisor.frames.chunks import Kind
 from accelvisor.frames.keyring import Keyring
 from accelvisor.frames.manifest import Model
 from accelvisor.frames.watermark import Key, Place
+from accelvisor.function import digest
 from accelvisor.kernels import watermark as kernel
+from tests.daemon.moving.test_lent import Move
 from tests.frames import building
 from tests.frames.building import FUNCTION, HOST_A, HOST_B, KEY_A, KEY_B, NONCE, NOW, Records
-from tests.function.harness import Guest, running
+from tests.function.harness import Guest, Process, running
 
 T = TypeVar("T")
 KEY = Key(bytes(range(32)))
@@ -247,29 +250,70 @@ def test_without_models_no_function_is_asked(tmp_path: Path) -> None:
 # --- a real process -------------------------------------------------------------------------------
 
 
+class Real:
+    """The watermark unit over one function process."""
+
+    def __init__(self, process: Process, folder: Path, host: str) -> None:
+        self.uuid = process.spec.uuid
+        folder.mkdir()
+        paths = Paths(folder, folder, folder)
+        paths.functions.mkdir()
+        # A function keeps its UUID in a move; here both processes are on one host.
+        for uuid in (self.uuid, FUNCTION):
+            paths.function(uuid).directory.symlink_to(Path(process.spec.holder_socket).parent)
+        marks = Marks(folder / "w")
+        marks.add_key(KEY)
+        reach = Processes(paths, lambda _: process.spec.memory_bytes)
+        self.unit = Watermarks(marks, reach, host, lambda: KEY_A, Records(), self._record)
+
+    async def _record(self, kind: str, subject: str, message: str) -> None:
+        pass
+
+
 def test_a_model_in_a_running_functions_memory_is_found(tmp_path: Path) -> None:
     with running() as process, Guest(process) as guest:
-        uuid = process.spec.uuid
         ring = guest.ring()
         ring.open("t")
         ring.tensor(plain(9))
         handle = ring.tensor(marked())
-        paths = Paths(tmp_path, tmp_path, tmp_path)
-        paths.functions.mkdir()
-        paths.function(uuid).directory.symlink_to(Path(process.spec.holder_socket).parent)
-        told: list[str] = []
-
-        async def record(kind: str, subject: str, message: str) -> None:
-            told.append(kind)
-
-        marks = Marks(tmp_path / "w")
-        marks.add_key(KEY)
-        reach = Processes(paths, lambda _: process.spec.memory_bytes)
-        unit = Watermarks(marks, reach, HOST_A, lambda: KEY_A, Records(), record)
-        assert run(unit.register(uuid, "digits", handle, KEY.key_id)).verdict.errors == 0
-        assert len(run(unit.tensors(uuid))) == 2
+        real = Real(process, tmp_path / "a", HOST_A)
+        signed = run(real.unit.register(real.uuid, "digits", handle, KEY.key_id))
+        assert signed.verdict.errors == 0
+        assert len(run(real.unit.tensors(real.uuid))) == 2
         ring.write(handle, plain())
-        [signed] = run(unit.check(uuid))
+        [signed] = run(real.unit.check(real.uuid))
         assert not signed.verdict.accepted
         assert signed.verdict.errors is not None
-        assert told == ["watermark-registered"]
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_loaded_process_has_the_model_or_is_refused(tmp_path: Path, changed: bool) -> None:
+    with running() as source, running() as target, Guest(source) as here, Guest(target) as there:
+        ring = here.ring()
+        ring.open("t")
+        handle = ring.tensor(marked())
+        a, b = Real(source, tmp_path / "a", HOST_A), Real(target, tmp_path / "b", HOST_B)
+        run(a.unit.register(FUNCTION, "digits", handle, KEY.key_id))
+        move = Move(source, target, (here, there))
+        frame = move.stop()
+        models = run(a.unit.expected(FUNCTION))
+        if changed:  # a source that signs what it likes; what it sends is not the model
+            place = models and run(a.unit.tensors(FUNCTION))[0]
+            forge(move, place.address, plain())
+        move.load(frame)
+        work = b.unit.require(FUNCTION, models, nonce=NONCE, manifest=MANIFEST)
+        if changed:
+            assert refused(lambda: run(work)).code == "status-watermark"
+        else:
+            [signed] = run(work)
+            assert signed.verdict.errors == 0
+        move.close()
+
+
+def forge(move: Move, address: int, weights: npt.NDArray[Any]) -> None:
+    """Other weights, consistently: the status frame names their digest."""
+    view = move.staged.views[Kind.MEMORY]
+    view[address : address + weights.nbytes] = weights.tobytes()
+    sums = digest.all_sums(view, [(0, len(view))])
+    digests = msgspec.structs.replace(move.status.digests, memory=digest.memory_digest(sums))
+    move.status = msgspec.structs.replace(move.status, digests=digests)
