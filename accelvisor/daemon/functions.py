@@ -144,7 +144,8 @@ class Functions:
                 hint="accelctl function show says whose it is",
             )
         taken = name in {function.name for function in self.registry.all()}
-        wanted = name if re.match(NAME, name) and not taken else None
+        # The name of one that was given none is its UUID, and is so here again.
+        wanted = name if re.match(NAME, name) and not taken and name != uuid else None
         return await self.carry(self._create_as(uuid, _checked_name(wanted, uuid), profile, None))
 
     async def drop(self, uuid: str, words: str) -> None:
