@@ -98,6 +98,21 @@ class MigrationConfig(_Section, frozen=True):
     streams: Annotated[int, msgspec.Meta(ge=1, le=LIMITS.bulk_streams)] = 2
     # How long the VM's own migration waits for the first pass over device memory.
     first_pass_s: Annotated[int, msgspec.Meta(ge=0, le=18)] = 15
+    # A model that is marked with a key which this host has not: refuse the function, or take it.
+    watermark: Literal["if-known", "require"] = "if-known"
+
+
+class LedgerConfig(_Section, frozen=True):
+    """``[ledger]``: who owns which function. All hosts of a fleet must say the same here."""
+
+    # local: each host's own file; the source of a move decides about it. etcd: one that all share.
+    kind: Literal["local", "etcd"] = "local"
+    # http://HOST:PORT or https://HOST:PORT, tried in order.
+    endpoints: tuple[Annotated[str, msgspec.Meta(max_length=256)], ...] = ()
+    # PEM files for https: the authority, and this host's certificate and key.
+    ca: str = ""
+    certificate: str = ""
+    key: str = ""
 
 
 class CardConfig(_Section, frozen=True):
@@ -138,6 +153,7 @@ class Config(_Section, frozen=True):
     admin: AdminConfig = AdminConfig()
     libvirt: LibvirtConfig = LibvirtConfig()
     migration: MigrationConfig = MigrationConfig()
+    ledger: LedgerConfig = LedgerConfig()
     cards: dict[Name, CardConfig] = msgspec.field(default_factory=lambda: dict(BUILTIN_CARDS))
     profiles: dict[Name, ProfileConfig] = msgspec.field(
         default_factory=lambda: dict(BUILTIN_PROFILES)
@@ -150,6 +166,7 @@ SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "admin": AdminConfig,
     "libvirt": LibvirtConfig,
     "migration": MigrationConfig,
+    "ledger": LedgerConfig,
     "cards.NAME": CardConfig,
     "profiles.NAME": ProfileConfig,
 }
@@ -347,6 +364,8 @@ def _check_meaning(
                 where = source.where(key)
         problems.append(ConfigError(f"{'.'.join(key)}: {message}", where=where, hint=hint))
 
+    if config.ledger.kind == "etcd" and not config.ledger.endpoints:
+        problem(["ledger", "endpoints"], "etcd needs at least one endpoint")
     if len(config.cards) > LIMITS.cards:
         problem(["cards"], f"{len(config.cards)} cards, at most {LIMITS.cards}")
     for name, card in config.cards.items():
