@@ -30,10 +30,8 @@ from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions, World
 from accelvisor.daemon.keeper import Keeper
-from accelvisor.daemon.ledger_sqlite import SqliteLedger
+from accelvisor.daemon.moving import ledgers
 from accelvisor.daemon.moving.host import Around, MovingHost
-from accelvisor.daemon.moving.keys import Keys
-from accelvisor.daemon.moving.owners import Arbiter, KeySigner
 from accelvisor.daemon.notify import Notifier
 from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.registry import Registry
@@ -198,7 +196,7 @@ class Daemon:
             record=registry.record,
             look=links.look,
             domain_state=links.state,
-            make_ledger=lambda keys: _ledger(setup.paths, keys),
+            make_ledger=lambda keys: ledgers.make(setup.config.ledger, setup.paths, keys),
             group=_group(setup.config.daemon.socket_group),
             fault=setup.fault,
         )
@@ -272,12 +270,6 @@ def policy(config: Config) -> Policy:
         admin=ids(config.admin.admin),
         uids=frozenset((0, os.geteuid())),
     )
-
-
-def _ledger(paths: Paths, keys: Keys) -> tuple[SqliteLedger, Arbiter]:
-    """The embedded one: this host decides about the moves that begin here."""
-    signer = KeySigner(keys)
-    return SqliteLedger(paths.state / "ledger.db", str(keys.host), signer, time.time_ns), "source"
 
 
 def _group(name: str) -> int | None:

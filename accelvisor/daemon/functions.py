@@ -88,6 +88,8 @@ class Functions:
         self.held: set[str] = set()
         #: What a new function may be made of; none are kept until this is started.
         self.spares = Spares(world.paths, world.supervisor, world.new_uuid, config.daemon.spares)
+        #: Called with the UUID of each function that is no more on this host.
+        self.on_removed: Callable[[str], Awaitable[None]] = _nothing
         #: Called with the UUID of each function whose process was found ready.
         self.on_ready: Callable[[str], None] = lambda uuid: None
 
@@ -248,6 +250,7 @@ class Functions:
         self.sweep(function.uuid)
         self.world.fault("delete:removed")
         await self.registry.remove(function.uuid, message)
+        await self.on_removed(function.uuid)
         self._locks.pop(function.uuid, None)
         self.world.fault("delete:committed")
 
@@ -429,3 +432,7 @@ def _checked_name(name: str | None, uuid: str) -> str:
             hint="1 to 64 letters, digits, . _ -, beginning with a letter or digit, and no UUID",
         )
     return name
+
+
+async def _nothing(_uuid: str) -> None:
+    """Nobody wants to know."""

@@ -421,6 +421,10 @@ class DestinationMove:
         await asyncio.to_thread(staged.finish, sizes)
         after = await self._order(part.uuid, "load", staged.descriptors())
         documents.validate(frame, status, before, after)
+        manifest = verified.manifest
+        await self._services.watermarks.require(
+            part.uuid, manifest.models, nonce=manifest.nonce, manifest=verified.digest
+        )
         part.frame = frame
         self._services.fault("destination:device-loaded")
 

@@ -21,9 +21,12 @@ from accelvisor.daemon.moving.doors import Doors
 from accelvisor.daemon.moving.evidence import AuditFile, Nonces
 from accelvisor.daemon.moving.journal import Journal
 from accelvisor.daemon.moving.keys import Keys
+from accelvisor.daemon.moving.marks import Marks
 from accelvisor.daemon.moving.moves import Moves
 from accelvisor.daemon.moving.owners import Arbiter, Owners
 from accelvisor.daemon.moving.services import Services, Settings
+from accelvisor.daemon.moving.tensors import Processes
+from accelvisor.daemon.moving.watermarks import Watermarks
 from accelvisor.daemon.paths import Paths
 from accelvisor.errors import (
     AccelvisorError,
@@ -122,6 +125,7 @@ class MovingHost:
             tickets=tickets,
             audit=audit,
             nonces=nonces,
+            watermarks=self._watermarks(audit),
             boot=journal.start(),
             record=around.record,
             context=self._context,
@@ -139,6 +143,7 @@ class MovingHost:
         undo.push_async_callback(self.moves.close)
         self.doors = Doors(around.paths.run, self, self._event, around.group)
         undo.push_async_callback(self.doors.close)
+        around.functions.on_removed = self._removed
         await self.follow()
         self.listener: Listener | None = None
         if settings.listen:
@@ -148,6 +153,31 @@ class MovingHost:
             await self.listener.start()
             undo.push_async_callback(self.listener.stop)
         await self.moves.recover()
+
+    def _watermarks(self, audit: AuditFile) -> Watermarks:
+        around = self._around
+        find = around.functions.registry.find
+        return Watermarks(
+            Marks(around.paths.state / "watermarks"),
+            Processes(around.paths, lambda uuid: find(uuid).memory_bytes),
+            str(around.host),
+            lambda: self.keys.identity,
+            audit,
+            around.record,
+            policy=lambda: around.config.migration.watermark,
+        )
+
+    async def _removed(self, uuid: str) -> None:
+        """A function is no more here. Whose it was, or where it went, the ledger knows: one that
+        was this host's own and is deleted is nobody's from here on.
+        """
+        try:
+            await asyncio.to_thread(self.services.watermarks.forget, uuid)
+            known = await self.services.owners.ledger.get(uuid)
+            if known is not None and known.record.runs_at(str(self.keys.host)):
+                await self.services.owners.ledger.release(uuid)
+        except AccelvisorError as error:
+            LOG.warning("function %s, which is gone: %s", uuid, error.message)
 
     async def follow(self) -> None:
         """Sockets for exactly the domains that have functions."""

@@ -111,21 +111,43 @@ class Owners:
         await self.ledger.adopt(records)
 
     def _verify(self, signed: Signed, host: str) -> None:
-        opened = envelopes.decode(signed.envelope, kind=PAYLOAD_TYPE, max_bytes=_RECORD_BYTES)
-        known = {
-            key.key_id: found
-            for key in opened.signatures
-            if (found := self._keys.keyring.find(key.key_id)) is not None
-        }
-        try:
-            holders = envelopes.verify(opened, known, 1)
-        except SignatureError as error:
-            raise _unsigned(host) from error
-        if host not in holders:
+        if host not in signers(self._keys, signed):
             raise _unsigned(host)
 
 
-def _unsigned(host: str) -> DataError:
+def signers(keys: Keys, signed: Signed) -> frozenset[str]:
+    """The trusted hosts that signed a record. A revoked key signs for nobody; a retired one does
+    for what it signed in its time.
+
+    Raises:
+        DataError: ``ledger-signature``: none, or a signature is wrong.
+    """
+    opened = envelopes.decode(signed.envelope, kind=PAYLOAD_TYPE, max_bytes=_RECORD_BYTES)
+    known = {
+        signature.key_id: found
+        for signature in opened.signatures
+        if (found := keys.keyring.find(signature.key_id)) is not None
+    }
+    try:
+        return envelopes.verify(opened, known, 1)
+    except SignatureError as error:
+        raise _unsigned() from error
+
+
+def verify_writer(keys: Keys, signed: Signed) -> None:
+    """A record of a shared ledger must be signed by a host that may write it: its owner, or the
+    other host of its move.
+
+    Raises:
+        DataError: ``ledger-signature``.
+    """
+    record = signed.record
+    if not signers(keys, signed) & {record.owner, record.peer}:
+        raise _unsigned(record.owner)
+
+
+def _unsigned(host: str = "") -> DataError:
+    whom = f"host {host}" if host else "a host that is trusted"
     return DataError(
-        f"the record is not signed by host {host}", code="ledger-signature", where="ledger"
+        f"the record is not signed by {whom}", code="ledger-signature", where="ledger"
     )

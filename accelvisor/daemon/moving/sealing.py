@@ -18,6 +18,7 @@ from accelvisor.frames.manifest import (
     OFFER_TYPE,
     Algorithms,
     Manifest,
+    Model,
     Offer,
     manifest_digest,
     owner_digest,
@@ -91,8 +92,14 @@ def offered(part: Part) -> wire.Offered:
     )
 
 
-def manifest(services: Services, move: SourceMove, part: Part) -> tuple[bytes, bytes]:
-    """(envelope, digest) of the manifest over everything that was sent of one function."""
+def manifest(
+    services: Services, move: SourceMove, part: Part, models: Sequence[Model]
+) -> tuple[bytes, bytes]:
+    """(envelope, digest) of the manifest over everything that was sent of one function.
+
+    Args:
+        models: whose watermarks the destination must find.
+    """
     tree = Merkle()
     for leaf in part.leaves:
         tree.add(leaf)
@@ -103,6 +110,7 @@ def manifest(services: Services, move: SourceMove, part: Part) -> tuple[bytes, b
         root=tree.root(),
         digest=part.status_digest,
         firmware=documents.manifest_firmware(part.frame),
+        models=tuple(models),
     )
     payload = manifests.encode(statement)
     envelope = envelopes.sign(MANIFEST_TYPE, payload, [services.keys.identity]).encode()

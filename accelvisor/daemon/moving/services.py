@@ -12,6 +12,7 @@ from accelvisor.daemon.functions import Functions
 from accelvisor.daemon.moving.journal import Journal
 from accelvisor.daemon.moving.keys import Keys
 from accelvisor.daemon.moving.owners import Owners
+from accelvisor.daemon.moving.watermarks import Watermarks
 from accelvisor.frames.audit import Sink
 from accelvisor.frames.verify import UsedNonces
 from accelvisor.migration.listener import Deposit
@@ -56,6 +57,7 @@ class Services:
     tickets: Tickets[Deposit]
     audit: Sink
     nonces: UsedNonces
+    watermarks: Watermarks
     boot: int
     record: Callable[[str, str, str], Awaitable[Any]]
     context: Callable[[str, str, bytes], Awaitable[bytes]]

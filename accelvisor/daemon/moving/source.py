@@ -419,7 +419,8 @@ class SourceMove:
 
     async def _sign(self) -> None:
         for part in self.parts:
-            part.envelope, part.digest = sealing.manifest(self._services, self, part)
+            models = await self._services.watermarks.expected(part.uuid)
+            part.envelope, part.digest = sealing.manifest(self._services, self, part, models)
         await self._services.owners.ledger.prepare(self._transfer(self._named()))
 
     async def _answer_owners(self, action: actions.AnswerOwners) -> None:
