@@ -1,0 +1,50 @@
+"""Which ledger a host has, as its configuration says."""
+
+from __future__ import annotations
+
+import ssl
+import time
+
+from accelvisor.daemon.config import LedgerConfig
+from accelvisor.daemon.etcd import EtcdClient
+from accelvisor.daemon.ledger_etcd import EtcdLedger
+from accelvisor.daemon.ledger_sqlite import SqliteLedger
+from accelvisor.daemon.moving.keys import Keys
+from accelvisor.daemon.moving.owners import Arbiter, KeySigner, verify_writer
+from accelvisor.daemon.paths import Paths
+from accelvisor.errors import ConfigError
+
+
+def make(
+    config: LedgerConfig, paths: Paths, keys: Keys
+) -> tuple[SqliteLedger | EtcdLedger, Arbiter]:
+    """The ledger, and who decides about the moves that begin here.
+
+    Raises:
+        ConfigError: ``ledger-endpoint``, ``ledger-tls``.
+        StateError, UnavailableError: the embedded ledger's file.
+    """
+    signer, host = KeySigner(keys), str(keys.host)
+    if config.kind == "local":
+        return SqliteLedger(paths.state / "ledger.db", host, signer, time.time_ns), "source"
+    client = EtcdClient(config.endpoints, tls=_tls(config))
+    # Whoever may write to etcd is not for that one of us: a record counts by its signature.
+    check = lambda signed: verify_writer(keys, signed)  # noqa: E731
+    return EtcdLedger(client, host, signer, time.time_ns, check), "etcd"
+
+
+def _tls(config: LedgerConfig) -> ssl.SSLContext | None:
+    if not any(text.startswith("https:") for text in config.endpoints):
+        return None
+    try:
+        context = ssl.create_default_context(cafile=config.ca or None)
+        if config.certificate:
+            context.load_cert_chain(config.certificate, config.key or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(
+            f"the certificates for etcd cannot be used: {error}",
+            code="ledger-tls",
+            where="config:[ledger]",
+            hint="ca, certificate and key are PEM files that accelvisord's user may read",
+        ) from error
+    return context
