@@ -1,0 +1,163 @@
+"""Loading a verified state into a function, so that it has either the new state or the old one.
+
+Before anything is loaded the old state is kept: registers and window as copies, device memory as
+the file that the function gives up when it loads. What fails before the device took anything over
+leaves it as it was; what fails later is answered by loading the old state again. Blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from accelvisor.daemon.moving import documents
+from accelvisor.daemon.moving.capture import Link
+from accelvisor.daemon.moving.lent import Lent
+from accelvisor.daemon.moving.orders import ask
+from accelvisor.daemon.moving.staged import Staged
+from accelvisor.daemon.moving.unpacking import Unpacked
+from accelvisor.daemon.paths import FunctionPaths
+from accelvisor.daemon.store import Function
+from accelvisor.errors import AccelvisorError, StateError
+from accelvisor.frames.chunks import Kind
+from accelvisor.function import ram
+
+LOG = logging.getLogger(__name__)
+#: Loading reads all device memory back (seconds).
+_LOAD_S = 20.0
+
+
+@dataclass
+class _Old:
+    """What the function was before."""
+
+    section: bytes
+    window: bytes
+    lent: Lent
+
+    def staged(self, function: Function) -> Staged:
+        """The same, ready to be loaded again. Only where that must be: it copies the memory."""
+        sizes: dict[int, int] = {
+            Kind.STATE: len(self.section),
+            Kind.WINDOW: function.window_bytes,
+            Kind.MEMORY: function.memory_bytes,
+            Kind.EXTENTS: len(ram.NOTHING),
+        }
+        staged = Staged(sizes)
+        staged.views[Kind.STATE][:] = self.section
+        staged.views[Kind.WINDOW][:] = self.window
+        staged.views[Kind.EXTENTS][:] = ram.NOTHING
+        for piece in self.lent.everything():
+            if piece.kind is Kind.MEMORY:
+                end = piece.offset + len(piece.view)
+                staged.views[Kind.MEMORY][piece.offset : end] = piece.view
+        staged.finish(sizes)
+        return staged
+
+
+class Reloading:
+    """One load.
+
+    Args:
+        clients: whether a VM is connected: its PCI context must be the state's then.
+    """
+
+    def __init__(self, function: Function, paths: FunctionPaths, *, clients: bool) -> None:
+        self.function = function
+        self.link = Link(paths)
+        self._control = paths.control_socket
+        self._clients = clients
+
+    def load(self, state: Unpacked, fault: Callable[[str], None]) -> None:
+        """Fence the function, load, compare. It does not compute when this returns.
+
+        Raises:
+            StateError: ``status-...``: it has its old state again, and stands still.
+            AccelvisorError: what the function answered, likewise.
+        """
+        link = self.link
+        link.control("fence", on=True)
+        # From here to the load it is RESUMING, from the load on STOP: whoever finds it tells which.
+        link.control("migrate", to="RESUMING")
+        fault("restore:frozen")
+        old = self._keep()
+        try:
+            self._replace(state, old, fault)
+        finally:
+            old.lent.close()
+
+    def go(self) -> None:
+        """Let it compute; the guest is told that its function is another one now."""
+        self.link.control("migrate", to="RUNNING")
+        self.link.control("moved")
+        self.link.control("fence", on=False)
+
+    def resume(self) -> None:
+        """Let it go on as it was before."""
+        self.link.thaw()
+
+    def _replace(self, state: Unpacked, old: _Old, fault: Callable[[str], None]) -> None:
+        try:
+            before = self.link.describe()
+            self._require_context(state, before)
+            fault("restore:kept")
+            self._load(state, before)
+            fault("restore:loaded")
+        except AccelvisorError as error:
+            self._back(old, error)
+            raise
+
+    def _load(self, state: Unpacked, before: documents.Described) -> None:
+        after = ask(self._control, "load", None, state.staged.descriptors(), 0, _LOAD_S)
+        frame = state.frame
+        if frame is None:
+            frame = documents.function_frame(before)
+            _require_firmware(state, frame)
+        documents.validate(frame, state.status, before, after)
+
+    def _require_context(self, state: Unpacked, before: documents.Described) -> None:
+        """What QEMU has configured must be what the state was used with: it does not hear of it."""
+        if state.frame is None or not self._clients:
+            return
+        documents.require_context(state.frame, before)
+
+    def _keep(self) -> _Old:
+        lent, _, _ = self.link.lend(self.function)
+        window = bytearray(self.function.window_bytes)
+        for piece in lent.window_changes():
+            window[piece.offset : piece.offset + len(piece.view)] = piece.view
+        return _Old(lent.section(), bytes(window), lent)
+
+    def _back(self, old: _Old, why: AccelvisorError) -> None:
+        """The old state again, wherever the load has got to."""
+        try:
+            state = self.link.describe().migration_state
+            if state == "RESUMING":
+                return  # nothing was taken over
+            if state == "ERROR":
+                self.link.control("reset")
+            self.link.control("migrate", to="RESUMING")
+            staged = old.staged(self.function)
+            try:
+                ask(self._control, "load", None, staged.descriptors(), 0, _LOAD_S)
+            finally:
+                staged.close()
+        except AccelvisorError as error:
+            LOG.error(
+                "function %s has neither its new state (%s) nor its old one (%s)",
+                self.function.uuid,
+                why.message,
+                error.message,
+            )
+
+
+def _require_firmware(state: Unpacked, here: documents.FunctionFrame) -> None:
+    """V1 of a checkpoint that has no function frame: its manifest names what computed it."""
+    if documents.manifest_firmware(here).blas != state.manifest.firmware.blas:
+        raise StateError(
+            "results would have other bits on this host",
+            code="status-firmware",
+            where="status:V1",
+            hint="restore a checkpoint with its function frame to see every difference",
+        )

@@ -1,0 +1,326 @@
+"""`virsh save`, `restore`, `managedsave` and snapshots: a VM's functions are saved with it.
+
+QEMU asks while its VM stands still: the functions are stopped together, copied with what they wrote
+to the VM's RAM, and written as checkpoints of this host; QEMU's own file gets their digests as a
+token. When QEMU brings the token back, the checkpoints are found by digest, verified and loaded;
+the functions stand still until the VM goes on.
+
+Which saved state of a VM is brought back is its operator's decision, as with QEMU's own file: an
+older one is loaded too, and that is recorded. It must lie in this host's own store, be of this
+function and domain, and the function must be this host's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from accelvisor.daemon.moving import capture
+from accelvisor.daemon.moving.capture import Link, Taken, Taker
+from accelvisor.daemon.moving.checkpoints import Checkpoints
+from accelvisor.daemon.moving.numbers import Mark
+from accelvisor.daemon.moving.packing import Recipient
+from accelvisor.daemon.moving.unpacking import Unpacked
+from accelvisor.daemon.store import Function
+from accelvisor.errors import AccelvisorError, ConflictError, DataError, NotFoundError
+from accelvisor.frames import canonical
+from accelvisor.frames.store import Entry
+from accelvisor.limits import LIMITS
+
+LOG = logging.getLogger(__name__)
+SAVED = "save-"
+_WHERE = "save"
+
+
+class FileToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What lies in QEMU's file: the digest of each function's checkpoint."""
+
+    version: int
+    mode: str
+    parts: dict[str, bytes]
+
+    def encode(self) -> bytes:
+        """Its canonical bytes."""
+        return canonical.encode(msgspec.to_builtins(self, builtin_types=(bytes,)))
+
+
+def read_token(data: bytes) -> FileToken | None:
+    """The token of a file; None for one that is something else (a migration's)."""
+    try:
+        value = canonical.decode(data, max_bytes=LIMITS.manifest_bytes)
+        found = msgspec.convert(value, FileToken, builtin_types=(bytes,))
+    except (DataError, msgspec.ValidationError):
+        return None
+    return found if found.version == 1 and found.mode == "file" else None
+
+
+class DomainSaves:
+    """One per daemon.
+
+    Args:
+        domain_state: what a domain does: "running", "paused" or "gone".
+    """
+
+    def __init__(
+        self, checkpoints: Checkpoints, domain_state: Callable[[str], Awaitable[str]]
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._library = checkpoints.library
+        self._services = checkpoints.library.services
+        self._domain_state = domain_state
+        #: Verified already, since the VM's PCI context was asked for, by (function, digest).
+        self._ready: dict[str, Unpacked] = {}
+
+    # --- saving -----------------------------------------------------------------------------------
+
+    async def watch(self, domain_uuid: str) -> None:
+        """The VM stopped, or its memory begins to be copied: follow what its functions write to it
+        from here on, for QEMU does not see that.
+        """
+        for function in self._functions(domain_uuid):
+            # What a chain of checkpoints follows ends with what this begins.
+            self._checkpoints.forget_base(function.uuid)
+            await asyncio.to_thread(self._link(function).control, "track", on=True)
+
+    async def save_for_domain(self, domain_uuid: str) -> bytes:
+        """Save all functions of a VM that stands still; the token. They stand still afterwards.
+
+        Raises:
+            ConflictError: ``function-moving``; ``save-untracked``: what they wrote to the VM's RAM
+                is not known; ``ledger-...``.
+            CapacityError: ``checkpoint-space``, ``checkpoint-memory``.
+            AccelvisorError: what a function answered. Nothing is kept, and they go on.
+        """
+        return await self._services.functions.carry(self._save(domain_uuid))
+
+    async def _save(self, domain_uuid: str) -> bytes:
+        functions = self._functions(domain_uuid)
+        takers: list[Taker] = []
+        entries: list[Entry] = []
+        async with AsyncExitStack() as stack:
+            for function in functions:
+                await stack.enter_async_context(self._checkpoints.locks[function.uuid])
+                self._services.functions.require_free(function)
+            marks = [await self._library.next_mark(function.uuid) for function in functions]
+            try:
+                for function, mark in zip(functions, marks, strict=True):
+                    await self._begin(function, mark, takers)
+                taken = await self._stop(takers)
+                for function, mark, one in zip(functions, marks, taken, strict=True):
+                    entries.append(await asyncio.to_thread(self._keep, function, mark, one))
+            except BaseException:
+                await asyncio.to_thread(self._undo, functions, takers, entries)
+                raise
+            for taker in takers:
+                await asyncio.to_thread(taker.drop)
+        parts = {entry.function: entry.digest for entry in entries}
+        for entry in entries:
+            words = f"checkpoint {entry.name} is part of the saved VM"
+            await self._services.record("checkpoint-saved", entry.function, words)
+        return FileToken(1, "file", parts).encode()
+
+    async def _begin(self, function: Function, mark: Mark, takers: list[Taker]) -> None:
+        self._checkpoints.forget_base(function.uuid)
+        paths = self._services.functions.world.paths.function(function.uuid)
+        taker = Taker(function, paths, mark.epoch)
+        takers.append(taker)
+        said = await asyncio.to_thread(taker.begin)
+        if not said.tracking:
+            raise ConflictError(
+                "what the function wrote to the VM's memory while that was saved is not known",
+                code="save-untracked",
+                where=f"function:{function.name}",
+                hint="accelvisord was not there when the VM stopped: resume it, and try again",
+            )
+
+    async def _stop(self, takers: list[Taker]) -> list[Taken]:
+        """All together: what one sends to another is received before either stops."""
+        for state in ("fence", "RUNNING_P2P", "STOP_COPY"):
+            await asyncio.gather(*(asyncio.to_thread(_walk, taker.link, state) for taker in takers))
+        self._services.fault("save:frozen")
+        return await asyncio.gather(*(asyncio.to_thread(_copy, taker) for taker in takers))
+
+    def _keep(self, function: Function, mark: Mark, taken: Taken) -> Entry:
+        content = self._library.content(function, taken, mark, "both")
+        name = f"{function.uuid}/{SAVED}{mark.epoch}.{mark.sequence}"
+        zstd = self._checkpoints.settings.zstd
+        return self._library.keep(name, content, Recipient(), zstd)
+
+    def _undo(
+        self, functions: list[Function], takers: list[Taker], entries: list[Entry]
+    ) -> None:
+        for entry in entries:
+            self._library.store.delete(entry.name)
+        for taker in takers:
+            taker.drop()
+        for function in functions:
+            try:
+                self._go_on(function)
+            except AccelvisorError as error:
+                LOG.error("function %s: %s", function.uuid, error.message)
+
+    # --- loading ----------------------------------------------------------------------------------
+
+    async def context_for_domain(self, domain_uuid: str) -> Mapping[str, bytes]:
+        """PCI configuration space of each function, as the newest saved checkpoint has it; nothing
+        for one that was never saved. It is verified.
+
+        Raises:
+            FrameRefused, StateError: as :meth:`load_for_domain`.
+        """
+        found = {}
+        for function in self._functions(domain_uuid):
+            entries = await asyncio.to_thread(self._library.store.list, function.uuid)
+            saved = [e for e in entries if e.name.partition("/")[2].startswith(SAVED)]
+            if saved:
+                state = await self._verified(function, saved[-1])
+                self._drop(function.uuid)
+                self._ready[function.uuid] = state
+                if state.frame is not None:
+                    found[function.uuid] = state.frame.config
+        return found
+
+    async def load_for_domain(self, domain_uuid: str, token: bytes) -> None:
+        """QEMU brings its token back: load all functions. They stand still afterwards.
+
+        Raises:
+            DataError: ``token``; ConflictError: ``save-functions``: the VM has other functions.
+            NotFoundError: ``checkpoint-not-found``: it is not in this host's store.
+            FrameRefused, StateError, and what a function answers. No function computes then.
+        """
+        await self._services.functions.carry(self._load(domain_uuid, token))
+
+    async def _load(self, domain_uuid: str, token: bytes) -> None:
+        wanted = read_token(token)
+        if wanted is None:
+            raise DataError(
+                "what QEMU's file brings is no token of accelvisor", code="token", where=_WHERE
+            )
+        functions = self._functions(domain_uuid)
+        if {function.uuid for function in functions} != set(wanted.parts):
+            raise ConflictError(
+                "the VM was saved with other functions than it has",
+                code="save-functions",
+                where=_WHERE,
+                hint="attach the functions that it was saved with",
+            )
+        states: list[Unpacked] = []
+        async with AsyncExitStack() as stack:
+            for function in functions:
+                await stack.enter_async_context(self._checkpoints.locks[function.uuid])
+                self._services.functions.require_free(function)
+            try:
+                # All of them before one is loaded.
+                for function in functions:
+                    states.append(await self._state(function, wanted.parts[function.uuid]))
+                for function, state in zip(functions, states, strict=True):
+                    await self._into(function, state)
+            finally:
+                for state in states:
+                    await asyncio.to_thread(state.close)
+
+    async def _state(self, function: Function, digest: bytes) -> Unpacked:
+        ready = self._ready.pop(function.uuid, None)
+        if ready is not None:
+            if ready.verified.digest == digest:
+                return ready
+            await asyncio.to_thread(ready.close)
+        for entry in await asyncio.to_thread(self._library.store.list, function.uuid):
+            if entry.digest == digest:
+                return await self._verified(function, entry)
+        raise NotFoundError(
+            f"the checkpoint {digest.hex()[:16]} of function {function.name} is not on this host",
+            code="checkpoint-not-found",
+            where=_WHERE,
+            hint="accelctl checkpoint export there, and import here",
+        )
+
+    async def _verified(self, function: Function, entry: Entry) -> Unpacked:
+        return await self._library.verified(entry.name, function.uuid, function, older=True)
+
+    async def _into(self, function: Function, state: Unpacked) -> None:
+        manifest = state.manifest
+        mark = Mark(manifest.epoch, manifest.sequence)
+        await self._library.step_back(function.uuid, mark, state.verified.digest)
+        await self._checkpoints.restoring.reload(function, state, go=False)
+        await asyncio.to_thread(self._library.numbers.reached, function.uuid, mark)
+        words = f"checkpoint {manifest.epoch}.{manifest.sequence} was loaded with its VM"
+        await self._services.record("checkpoint-restored", function.uuid, words)
+
+    # --- going on ---------------------------------------------------------------------------------
+
+    async def resumed(self, domain_uuid: str) -> None:
+        """The VM goes on, whatever was before: restored, saved in vain, snapshot, begun anew. What
+        a move decides about is left alone.
+        """
+        functions = self._functions(domain_uuid)
+        for function in functions:
+            self._drop(function.uuid)
+        await asyncio.gather(*(self._resume(function) for function in functions))
+
+    async def gone(self, domain_uuid: str) -> None:
+        """The VM is not there any more: forget what was verified for it."""
+        for function in self._functions(domain_uuid):
+            self._drop(function.uuid)
+
+    async def recover(self) -> None:
+        """At the start: a VM that runs has no function that stands still, unless a move says so."""
+        domains = {
+            function.domain_uuid
+            for function in self._services.functions.registry.all()
+            if function.domain_uuid is not None
+        }
+        for domain in domains:
+            if await self._domain_state(domain) == "running":
+                await self.resumed(domain)
+
+    async def _resume(self, function: Function) -> None:
+        if function.uuid in self._services.functions.held:
+            return
+        try:
+            await asyncio.to_thread(self._go_on, function)
+        except AccelvisorError as error:
+            LOG.error("function %s: %s", function.uuid, error.message)
+            words = f"it stands still, though its VM goes on: {error.message}"
+            await self._services.record("function-standing", function.uuid, words)
+
+    def _go_on(self, function: Function) -> None:
+        """From wherever it stands; nothing to do for one that computes."""
+        link = self._link(function)
+        said = link.describe()
+        loaded = said.migration_state == "STOP"
+        if said.fenced or said.migration_state != "RUNNING":
+            link.control("migrate", to="RUNNING")
+            if loaded:
+                link.control("moved")
+            link.control("fence", on=False)
+        if said.tracking and function.uuid not in self._checkpoints.followed:
+            link.control("track", on=False)
+
+    def _drop(self, uuid: str) -> None:
+        state = self._ready.pop(uuid, None)
+        if state is not None:
+            state.close()
+
+    def _functions(self, domain_uuid: str) -> list[Function]:
+        known = self._services.functions.registry.all()
+        return sorted((f for f in known if f.domain_uuid == domain_uuid), key=lambda f: f.uuid)
+
+    def _link(self, function: Function) -> Link:
+        return capture.Link(self._services.functions.world.paths.function(function.uuid))
+
+
+def _walk(link: Link, state: str) -> None:
+    if state == "fence":
+        link.control("fence", on=True)
+    else:
+        link.control("migrate", to=state)
+
+
+def _copy(taker: Taker) -> Taken:
+    taker.stopped(whole=True, extents=True)
+    return taker.finish(0.0)

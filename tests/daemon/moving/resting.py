@@ -1,0 +1,228 @@
+"""A host for checkpoints at rest: real keys, audit file, nonces and shelf; real function processes;
+a ledger, a registry and domains that say what a test wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+from accelvisor.daemon.inventory import Placement, Profile
+from accelvisor.daemon.lifecycle import State
+from accelvisor.daemon.moving.checkpoints import Checkpoints, Settings
+from accelvisor.daemon.moving.evidence import AuditFile, Nonces
+from accelvisor.daemon.moving.keys import Keys
+from accelvisor.daemon.moving.numbers import Numbers
+from accelvisor.daemon.moving.services import Services
+from accelvisor.daemon.moving.shelf import Shelf
+from accelvisor.daemon.paths import FunctionPaths
+from accelvisor.daemon.store import Function
+from accelvisor.errors import ConflictError, NotFoundError
+from accelvisor.frames import audit
+from tests.function.harness import Guest, Process, Ring, running
+
+SECOND = 10**9
+
+
+class Registry:
+    def __init__(self) -> None:
+        self.functions: dict[str, Function] = {}
+
+    def all(self) -> list[Function]:
+        return list(self.functions.values())
+
+    def get(self, uuid: str) -> Function | None:
+        return self.functions.get(uuid)
+
+    def find(self, key: str) -> Function:
+        for item in self.functions.values():
+            if key in (item.uuid, item.name):
+                return item
+        raise NotFoundError("none", code="function-not-found")
+
+
+class World:
+    """Where the processes of the test keep their sockets."""
+
+    def __init__(self) -> None:
+        self.processes: dict[str, Process] = {}
+        self.paths = self
+
+    def function(self, uuid: str) -> FunctionPaths:
+        folder = Path(self.processes[uuid].spec.holder_socket).parent
+        return FunctionPaths(folder, folder / "spec.json")
+
+
+class Functions:
+    def __init__(self) -> None:
+        self.registry = Registry()
+        self.world = World()
+        self.held: set[str] = set()
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.coming: Callable[[str, Profile], Process] | None = None
+
+    def lock(self, uuid: str) -> asyncio.Lock:
+        return self._locks[uuid]
+
+    def require_free(self, function: Function) -> None:
+        if function.uuid in self.held:
+            raise ConflictError("it is being moved", code="function-moving")
+
+    async def carry(self, verb: Coroutine[Any, Any, Any]) -> Any:
+        return await asyncio.shield(asyncio.ensure_future(verb))
+
+    async def bring(self, uuid: str, profile: Profile) -> Function:
+        assert self.coming is not None
+        return self.add(self.coming(uuid, profile))
+
+    def add(self, process: Process, domain: str | None = None) -> Function:
+        spec = process.spec
+        function = Function(
+            spec.uuid, spec.uuid, spec.profile, Placement("card0", {}, 0), spec.cores, spec.chips,
+            spec.memory_bytes, spec.window_bytes, spec.queues, spec.ring_entries, State.READY, 0.0,
+            domain=domain, domain_uuid=domain,
+        )  # fmt: skip
+        self.registry.functions[spec.uuid] = function
+        self.world.processes[spec.uuid] = process
+        return function
+
+
+class Owners:
+    """This host owns everything, at epoch 1 unless a test says otherwise."""
+
+    def __init__(self) -> None:
+        self.epochs: defaultdict[str, int] = defaultdict(lambda: 1)
+        self.foreign: set[str] = set()
+        self.ledger = self
+
+    async def next_epoch(self, function: str) -> int:
+        if function in self.foreign:
+            raise ConflictError("it is another host's", code="ledger-not-owner")
+        return self.epochs[function] + 1
+
+    async def floor(self, function: str) -> int:
+        return self.epochs.get(function, 0)
+
+
+class KilledError(BaseException):
+    """In the place of a kill: nothing that comes after it happens."""
+
+
+class Host:
+    """One host with its state directory; :meth:`restart` is what a daemon's restart is."""
+
+    def __init__(self, root: Path, name: str = "alpha", settings: Settings | None = None) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self.root = root
+        self.uuid = uuid4()
+        self.name = name
+        self.now = 1_900_000_000 * SECOND
+        self.events: list[tuple[str, str, str]] = []
+        self.steps: list[str] = []
+        self.kill_at = ""
+        self.on_step: Callable[[str], None] = lambda step: None
+        self.domains: dict[str, str] = {}
+        self.functions = Functions()
+        self.owners = Owners()
+        self.settings = settings
+        self.start()
+
+    def start(self) -> None:
+        self.keys = Keys(self.root / "trust", self.uuid, self.name, "h:1", self.clock)
+        self.audit = AuditFile(self.root / "audit")
+        self.nonces = Nonces(self.root / "nonces.db", self.clock)
+        self.numbers = Numbers(self.root / "checkpoints.db")
+        self.shelf = Shelf(self.root / "checkpoints")
+        services: Any = Services(
+            keys=self.keys, owners=self.owners, functions=self.functions,  # type: ignore[arg-type]
+            journal=None, tickets=None, audit=self.audit, nonces=self.nonces,  # type: ignore[arg-type]
+            boot=1, record=self.record, context=None, arrived=None,  # type: ignore[arg-type]
+            clock_ns=self.clock, fault=self.fault,
+        )  # fmt: skip
+        self.services: Services = services
+        self.points = Checkpoints(
+            services, self.shelf, self.numbers, self.domain_state, self.settings
+        )
+
+    def stop(self) -> None:
+        self.points.close()
+        self.numbers.close()
+        self.nonces.close()
+        self.audit.close()
+
+    def restart(self) -> None:
+        self.stop()
+        self.functions.held.clear()
+        self.start()
+
+    def clock(self) -> int:
+        self.now += SECOND // 1000
+        return self.now
+
+    async def record(self, kind: str, subject: str, message: str) -> None:
+        self.events.append((kind, subject, message))
+
+    async def domain_state(self, domain: str) -> str:
+        return self.domains.get(domain, "paused")
+
+    def fault(self, step: str) -> None:
+        self.steps.append(step)
+        if step == self.kill_at:
+            raise KilledError(step)
+        self.on_step(step)
+
+    def kinds(self) -> list[str]:
+        return [kind for kind, _, _ in self.events]
+
+    def audited(self) -> list[str]:
+        """Codes of the audit records but those of passed steps; the chain is verified."""
+        records, _ = audit.verify(audit.unpack((self.root / "audit").read_bytes()))
+        return [record.code for record in records if record.code != "passed"]
+
+    def trust(self, other: Host) -> None:
+        """This host trusts the other."""
+        self.keys.learn(other.uuid, other.keys.identity.public_identity, other.name, "h:2")
+
+    def files(self) -> list[str]:
+        root = self.root / "checkpoints"
+        return sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+
+
+@contextmanager
+def host(root: Path, **options: Any) -> Iterator[Host]:
+    made = Host(root, **options)
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+DOMAIN = str(UUID(int=77))
+
+
+@contextmanager
+def function(
+    on: Host, domain: str | None = DOMAIN, **changes: Any
+) -> Iterator[tuple[Process, Function]]:
+    """A function process that the host knows, of a domain that is paused unless a test says so."""
+    with running(**changes) as process:
+        yield process, on.functions.add(process, domain)
+
+
+def moved_ring(ring: Ring, guest: Guest) -> Ring:
+    """The ring of a VM whose function is another one now."""
+    moved = Ring.__new__(Ring)
+    moved.__dict__.update(ring.__dict__)
+    moved.guest, moved.words = guest, guest.window.cast("I")
+    guest._rings.append(moved)
+    return moved
+
+
+def open_fds() -> int:
+    return len(os.listdir("/proc/self/fd"))
