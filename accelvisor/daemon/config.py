@@ -100,6 +100,10 @@ class MigrationConfig(_Section, frozen=True):
     first_pass_s: Annotated[int, msgspec.Meta(ge=0, le=18)] = 15
     # A model that is marked with a key which this host has not: refuse the function, or take it.
     watermark: Literal["if-known", "require"] = "if-known"
+    # Where `accelctl migrate` finds the other host's libvirt; {address} is its name or address.
+    libvirt_uri: Annotated[
+        str, msgspec.Meta(pattern=r"^[a-z+]+://[^{}]*\{address\}[^{}]*$", max_length=256)
+    ] = "qemu+tls://{address}/system"
 
 
 class LedgerConfig(_Section, frozen=True):
