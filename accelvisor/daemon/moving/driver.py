@@ -16,7 +16,15 @@ from typing import Any, Generic, TypeVar
 
 from accelvisor.errors import AccelvisorError, ConflictError, SystemFailure
 from accelvisor.limits import LIMITS
-from accelvisor.migration.actions import Action, ClearDeadline, Move, Refused, SetDeadline
+from accelvisor.migration.actions import (
+    Action,
+    ClearDeadline,
+    Journal,
+    Move,
+    Refused,
+    Send,
+    SetDeadline,
+)
 
 LOG = logging.getLogger(__name__)
 S = TypeVar("S", bound=StrEnum)
@@ -113,6 +121,7 @@ class Driver(Generic[S, E]):
         """Do something beside; it ends in ``done``, or in the event of a failure."""
         before = self._work
         self._work = asyncio.get_running_loop().create_task(self._beside(work, done, before))
+        self._work.add_done_callback(lambda _: work.close())  # it may never have begun
 
     async def settle(self) -> None:
         """Give up what is done beside, and wait for its end."""
@@ -179,11 +188,17 @@ class Driver(Generic[S, E]):
         if before is not self.state:
             LOG.info("%s: %s -> %s (%s)", self.name, before, self.state, event)
             self._entered(self.state)
+        unwritten = False
         for action in answer.actions:
-            await self._do(action)
+            # What could not be written down is told to nobody; what undoes something is done.
+            if unwritten and _promises(action):
+                continue
+            if not await self._do(action):
+                unwritten |= isinstance(action, Journal)
         self._changed.set()
 
-    async def _do(self, action: Action) -> None:
+    async def _do(self, action: Action) -> bool:
+        """Whether it was done, or begun."""
         if isinstance(action, SetDeadline):
             self._clear_timer()
             loop = asyncio.get_running_loop()
@@ -196,11 +211,18 @@ class Driver(Generic[S, E]):
                 await self._perform[type(action)](action)
             except AccelvisorError as error:
                 self._fail(error)
+                return False
+        return True
 
     def _clear_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _promises(action: Action) -> bool:
+    """Whether somebody will rely on it."""
+    return isinstance(action, Send) or bool(getattr(action, "yes", False))
 
 
 async def in_thread(work: Callable[[], Any], stop: Callable[[], None]) -> Any:
