@@ -329,7 +329,7 @@ class DestinationMove:
             except UnavailableError as error:
                 await self._reconnect(error)
             else:
-                part.count(received)
+                await asyncio.to_thread(part.count, received)
 
     async def _reconnect(self, why: AccelvisorError) -> None:
         """New bulk connections; the machine's deadline says for how long this is tried."""

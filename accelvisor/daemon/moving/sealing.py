@@ -23,7 +23,6 @@ from accelvisor.frames.manifest import (
     manifest_digest,
     owner_digest,
 )
-from accelvisor.frames.merkle import Merkle
 from accelvisor.limits import LIMITS
 from accelvisor.migration import messages as wire
 
@@ -100,14 +99,11 @@ def manifest(
     Args:
         models: whose watermarks the destination must find.
     """
-    tree = Merkle()
-    for leaf in part.leaves:
-        tree.add(leaf)
     statement = Manifest(
         **_common(services, move, part, _MANIFEST_S),  # type: ignore[arg-type]
-        chunks=len(part.leaves),
+        chunks=part.tree.size,
         payload_bytes=part.payload_bytes,
-        root=tree.root(),
+        root=part.tree.root(),
         digest=part.status_digest,
         firmware=documents.manifest_firmware(part.frame),
         models=tuple(models),

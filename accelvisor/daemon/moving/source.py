@@ -20,6 +20,7 @@ from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, UnavailableError
 from accelvisor.frames.chunks import Kind
+from accelvisor.frames.merkle import Merkle
 from accelvisor.function.moving import SECTION_BYTES
 from accelvisor.limits import LIMITS
 from accelvisor.migration import actions, source
@@ -70,7 +71,7 @@ class Part:
     sender: Sender
     epoch: int
     sections: dict[int, int]
-    leaves: list[bytes] = field(default_factory=list)
+    tree: Merkle = field(default_factory=Merkle)
     status_digest: bytes = b""
     waiting: list[Channel] = field(default_factory=list)
     attached: asyncio.Event = field(default_factory=asyncio.Event)
@@ -315,7 +316,7 @@ class SourceMove:
                 wire.Round(
                     self.asked.migration,
                     self.rounds,
-                    sum(len(part.leaves) for part in self.parts),
+                    sum(part.tree.size for part in self.parts),
                     sum(part.sender.progress.sent for part in self.parts),
                 )
             )
@@ -339,10 +340,15 @@ class SourceMove:
                 part.sender.send(piece.kind, piece.offset, piece.view)
 
         await asyncio.to_thread(fill)
-        part.leaves += await self._end_round(part)
+        await self._end_round(part)
 
-    async def _end_round(self, part: Part) -> list[bytes]:
+    async def _end_round(self, part: Part) -> None:
         """Wait until the destination has the round, over new connections when they break."""
+
+        def end() -> None:
+            for leaf in part.sender.end_round():
+                part.tree.add(leaf)
+
         lost: AccelvisorError | None = None
         while True:
             try:
@@ -355,10 +361,8 @@ class SourceMove:
                     where="migration",
                 ) from None
             try:
-                leaves: list[bytes] = await in_thread(
-                    part.sender.end_round, lambda: part.sender.cancel(_CANCELLED)
-                )
-                return leaves
+                await in_thread(end, lambda: part.sender.cancel(_CANCELLED))
+                return
             except UnavailableError as error:
                 if error is _CANCELLED:
                     raise
@@ -412,7 +416,7 @@ class SourceMove:
                 part.sender.send(kind, 0, memoryview(data))
 
         await asyncio.to_thread(fill)
-        part.leaves += await self._end_round(part)
+        await self._end_round(part)
 
     async def _seal(self, _: actions.Seal) -> None:
         self.driver.begin(self._sign(), Event.SEALED)
