@@ -175,7 +175,7 @@ class Checkpoints:
             services.fault("checkpoint:begun")
             try:
                 taken = await self._take(function, taker, want)
-                content = self.library.content(function, taken, mark, want.frames)
+                content = await self.library.content(function, taken, mark, want.frames)
                 entry = await asyncio.to_thread(
                     self.library.keep, name, content, want.whom, want.zstd
                 )

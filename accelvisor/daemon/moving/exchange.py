@@ -101,6 +101,7 @@ def _content(state: Unpacked) -> Content:
         firmware=manifest.firmware,
         digest=manifest.digest,
         parent=b"",
+        models=manifest.models,
         sections=sections,
         pieces=[piece for piece in state.place.pieces() if piece[0] in sections],
     )

@@ -58,14 +58,19 @@ class Library:
             return Mark(epoch, 1)
         return Mark(last.epoch, last.sequence + 1)
 
-    def content(self, function: Function, taken: Taken, mark: Mark, frames: Captured) -> Content:
-        """What is written of a function's state."""
+    async def content(
+        self, function: Function, taken: Taken, mark: Mark, frames: Captured
+    ) -> Content:
+        """What is written of a function's state. Its models are those whose marks it has now: it
+        may have gone on since it was copied, but weights lose no mark in a moment.
+        """
         return packing.content(
             taken,
             frames,
             domain=function.domain_uuid or "",
             owner=owner_digest(self._owner(function)),
             mark=mark,
+            models=await self.services.watermarks.expected(function.uuid),
         )
 
     def keep(self, name: str, content: Content, whom: Recipient, zstd: bool) -> Entry:

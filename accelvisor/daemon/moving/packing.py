@@ -5,7 +5,7 @@ Pure but for the file that is written; blocks, and belongs into a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -18,13 +18,14 @@ from accelvisor.frames import chunks
 from accelvisor.frames import envelope as envelopes
 from accelvisor.frames import manifest as manifests
 from accelvisor.frames.chunks import Buffer, Kind
-from accelvisor.frames.container import Writer
+from accelvisor.frames.container import Writer, area_for
 from accelvisor.frames.manifest import (
     MANIFEST_TYPE,
     NONCE_BYTES,
     Algorithms,
     Captured,
     Manifest,
+    Model,
     Profile,
     SectionName,
     manifest_digest,
@@ -71,6 +72,7 @@ class Content:
     firmware: manifests.Firmware
     digest: bytes
     parent: bytes
+    models: tuple[Model, ...]
     sections: dict[Kind, int]
     pieces: list[tuple[Kind, int, memoryview]] = field(repr=False)
 
@@ -95,7 +97,13 @@ def recipient(services: Services, host: str | None, *, sealed: bool) -> Recipien
 
 
 def content(
-    taken: Taken, frames: Captured, *, domain: str, owner: bytes, mark: Mark
+    taken: Taken,
+    frames: Captured,
+    *,
+    domain: str,
+    owner: bytes,
+    mark: Mark,
+    models: Sequence[Model],
 ) -> Content:
     """What was taken, in the order in which it is written: documents first."""
     pieces: list[tuple[Kind, int, memoryview]] = []
@@ -128,6 +136,7 @@ def content(
         firmware=documents.manifest_firmware(taken.frame),
         digest=digest,
         parent=taken.parent,
+        models=tuple(models) if frames != "function" else (),
         sections=sections,
         pieces=pieces,
     )
@@ -154,7 +163,7 @@ def write(
             audience=whom.audience,
             nonce=nonce,
         )
-    writer = Writer(file)
+    writer = Writer(file, area_for(len(what.models)))
     for header, payload in _chunks(what, zstd):
         writer.add(header, sealer.seal_chunk(header, payload) if sealer else payload)
     now = services.clock_ns()
@@ -184,6 +193,7 @@ def write(
         root=writer.root,
         digest=what.digest,
         firmware=what.firmware,
+        models=what.models,
     )
     payload = manifests.encode(statement)
     writer.finish(envelopes.sign(MANIFEST_TYPE, payload, [services.keys.identity]).encode())

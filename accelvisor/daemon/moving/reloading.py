@@ -57,7 +57,7 @@ class _Old:
 
 
 class Reloading:
-    """One load.
+    """One load: :meth:`load`, then :meth:`go` or :meth:`back`, then :meth:`release` in any case.
 
     Args:
         clients: whether a VM is connected: its PCI context must be the state's then.
@@ -68,24 +68,27 @@ class Reloading:
         self.link = Link(paths)
         self._control = paths.control_socket
         self._clients = clients
+        self._old: _Old | None = None
 
     def load(self, state: Unpacked, fault: Callable[[str], None]) -> None:
         """Fence the function, load, compare. It does not compute when this returns.
 
         Raises:
-            StateError: ``status-...``: it has its old state again, and stands still.
-            AccelvisorError: what the function answered, likewise.
+            StateError: ``status-...``; AccelvisorError: what the function answered.
         """
         link = self.link
         link.control("fence", on=True)
         # From here to the load it is RESUMING, from the load on STOP: whoever finds it tells which.
         link.control("migrate", to="RESUMING")
         fault("restore:frozen")
-        old = self._keep()
-        try:
-            self._replace(state, old, fault)
-        finally:
-            old.lent.close()
+        self._old = self._keep()
+        before = link.describe()
+        if state.frame is not None and self._clients:
+            # What QEMU has configured must be what the state was used with: it does not hear of it.
+            documents.require_context(state.frame, before)
+        fault("restore:kept")
+        self._load(state, before)
+        fault("restore:loaded")
 
     def go(self) -> None:
         """Let it compute; the guest is told that its function is another one now."""
@@ -97,16 +100,33 @@ class Reloading:
         """Let it go on as it was before."""
         self.link.thaw()
 
-    def _replace(self, state: Unpacked, old: _Old, fault: Callable[[str], None]) -> None:
+    def back(self, why: AccelvisorError) -> None:
+        """The old state again, wherever the load has got to. Never raises."""
         try:
-            before = self.link.describe()
-            self._require_context(state, before)
-            fault("restore:kept")
-            self._load(state, before)
-            fault("restore:loaded")
+            state = self.link.describe().migration_state
+            if state == "RESUMING" or self._old is None:
+                return  # nothing was taken over
+            if state == "ERROR":
+                self.link.control("reset")
+            self.link.control("migrate", to="RESUMING")
+            staged = self._old.staged(self.function)
+            try:
+                ask(self._control, "load", None, staged.descriptors(), 0, _LOAD_S)
+            finally:
+                staged.close()
         except AccelvisorError as error:
-            self._back(old, error)
-            raise
+            LOG.error(
+                "function %s has neither its new state (%s) nor its old one (%s)",
+                self.function.uuid,
+                why.message,
+                error.message,
+            )
+
+    def release(self) -> None:
+        """Forget the old state."""
+        old, self._old = self._old, None
+        if old is not None:
+            old.lent.close()
 
     def _load(self, state: Unpacked, before: documents.Described) -> None:
         after = ask(self._control, "load", None, state.staged.descriptors(), 0, _LOAD_S)
@@ -128,28 +148,6 @@ class Reloading:
         for piece in lent.window_changes():
             window[piece.offset : piece.offset + len(piece.view)] = piece.view
         return _Old(lent.section(), bytes(window), lent)
-
-    def _back(self, old: _Old, why: AccelvisorError) -> None:
-        """The old state again, wherever the load has got to."""
-        try:
-            state = self.link.describe().migration_state
-            if state == "RESUMING":
-                return  # nothing was taken over
-            if state == "ERROR":
-                self.link.control("reset")
-            self.link.control("migrate", to="RESUMING")
-            staged = old.staged(self.function)
-            try:
-                ask(self._control, "load", None, staged.descriptors(), 0, _LOAD_S)
-            finally:
-                staged.close()
-        except AccelvisorError as error:
-            LOG.error(
-                "function %s has neither its new state (%s) nor its old one (%s)",
-                self.function.uuid,
-                why.message,
-                error.message,
-            )
 
 
 def _require_firmware(state: Unpacked, here: documents.FunctionFrame) -> None:

@@ -74,22 +74,29 @@ class Restoring:
         Raises:
             StateError: ``status-...``; what the function answered: it has its old state again.
         """
-        paths = self._services.functions.world.paths.function(function.uuid)
+        services, manifest = self._services, state.manifest
+        paths = services.functions.world.paths.function(function.uuid)
         clients = await _connected(paths.control_socket)
         reloading = Reloading(function, paths, clients=clients)
         self._moved_on(function.uuid)
-        await asyncio.to_thread(self._reload, reloading, state, go)
-
-    def _reload(self, reloading: Reloading, state: Unpacked, go: bool) -> None:
         try:
-            reloading.load(state, self._services.fault)
-        except AccelvisorError:
+            await asyncio.to_thread(reloading.load, state, services.fault)
+            await services.watermarks.require(
+                function.uuid,
+                manifest.models,
+                nonce=manifest.nonce,
+                manifest=state.verified.digest,
+            )
+        except AccelvisorError as error:
+            await asyncio.to_thread(reloading.back, error)
             if go:
-                reloading.resume()
+                await asyncio.to_thread(reloading.resume)
             raise
+        finally:
+            await asyncio.to_thread(reloading.release)
         if go:
-            reloading.go()
-            self._services.fault("restore:going")
+            await asyncio.to_thread(reloading.go)
+            services.fault("restore:going")
 
     async def _load(self, function: Function, state: Unpacked, rollback: bool) -> None:
         services, numbers, uuid = self._services, self._library.numbers, function.uuid

@@ -111,7 +111,7 @@ class DomainSaves:
                     await self._begin(function, mark, takers)
                 taken = await self._stop(takers)
                 for function, mark, one in zip(functions, marks, taken, strict=True):
-                    entries.append(await asyncio.to_thread(self._keep, function, mark, one))
+                    entries.append(await self._keep(function, mark, one))
             except BaseException:
                 await asyncio.to_thread(self._undo, functions, takers, entries)
                 raise
@@ -144,11 +144,11 @@ class DomainSaves:
         self._services.fault("save:frozen")
         return await asyncio.gather(*(asyncio.to_thread(_copy, taker) for taker in takers))
 
-    def _keep(self, function: Function, mark: Mark, taken: Taken) -> Entry:
-        content = self._library.content(function, taken, mark, "both")
+    async def _keep(self, function: Function, mark: Mark, taken: Taken) -> Entry:
+        content = await self._library.content(function, taken, mark, "both")
         name = f"{function.uuid}/{SAVED}{mark.epoch}.{mark.sequence}"
         zstd = self._checkpoints.settings.zstd
-        return self._library.keep(name, content, Recipient(), zstd)
+        return await asyncio.to_thread(self._library.keep, name, content, Recipient(), zstd)
 
     def _undo(
         self, functions: list[Function], takers: list[Taker], entries: list[Entry]

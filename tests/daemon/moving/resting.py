@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.moving.shelf import Shelf
 from accelvisor.daemon.paths import FunctionPaths
 from accelvisor.daemon.store import Function
-from accelvisor.errors import ConflictError, NotFoundError
+from accelvisor.errors import AccelvisorError, ConflictError, NotFoundError
 from accelvisor.frames import audit
+from accelvisor.frames.manifest import Model
 from tests.function.harness import Guest, Process, Ring, running
 
 SECOND = 10**9
@@ -110,6 +111,24 @@ class Owners:
         return self.epochs.get(function, 0)
 
 
+class Watermarks:
+    """The functions of these tests have the models that a test says."""
+
+    def __init__(self) -> None:
+        self.models: list[Model] = []
+        self.refusal: AccelvisorError | None = None
+
+    async def expected(self, function: str) -> list[Model]:
+        return self.models
+
+    async def require(
+        self, function: str, models: Sequence[Model], *, nonce: bytes, manifest: bytes
+    ) -> None:
+        assert list(models) == self.models
+        if self.refusal is not None:
+            raise self.refusal
+
+
 class KilledError(BaseException):
     """In the place of a kill: nothing that comes after it happens."""
 
@@ -130,6 +149,7 @@ class Host:
         self.domains: dict[str, str] = {}
         self.functions = Functions()
         self.owners = Owners()
+        self.watermarks = Watermarks()
         self.settings = settings
         self.start()
 
@@ -142,6 +162,7 @@ class Host:
         services: Any = Services(
             keys=self.keys, owners=self.owners, functions=self.functions,  # type: ignore[arg-type]
             journal=None, tickets=None, audit=self.audit, nonces=self.nonces,  # type: ignore[arg-type]
+            watermarks=self.watermarks,  # type: ignore[arg-type]
             boot=1, record=self.record, context=None, arrived=None,  # type: ignore[arg-type]
             clock_ns=self.clock, fault=self.fault,
         )  # fmt: skip
