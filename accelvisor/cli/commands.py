@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from accelvisor import __version__
@@ -348,6 +349,15 @@ def version(session: Session) -> int:
     return 0
 
 
+def _in(module: str, name: str) -> Callable[[Session], int]:
+    """A command that is loaded when it is used: a short command does not pay for the others."""
+
+    def run(session: Session) -> int:
+        return int(getattr(import_module(f"accelvisor.cli.{module}"), name)(session))
+
+    return run
+
+
 COMMANDS: Mapping[tuple[str, str | None], Callable[[Session], int]] = {
     ("host", "show"): host_show,
     ("card", "list"): card_list,
@@ -376,6 +386,20 @@ COMMANDS: Mapping[tuple[str, str | None], Callable[[Session], int]] = {
     ("vm", "destroy"): vm_destroy,
     ("vm", "undefine"): vm_undefine,
     ("vm", "console"): vm_console,
+    ("host", "drain"): _in("migrate", "drain"),
+    ("migrate", None): _in("migrate", "migrate"),
+    ("migration", "list"): _in("migrate", "list_all"),
+    ("migration", "show"): _in("migrate", "show"),
+    ("migration", "cancel"): _in("migrate", "cancel"),
+    ("trust", "init"): _in("trust", "init"),
+    ("trust", "show"): _in("trust", "show"),
+    ("trust", "invite"): _in("trust", "invite"),
+    ("trust", "join"): _in("trust", "join"),
+    ("trust", "remove"): _in("trust", "remove"),
+    ("trust", "revoke"): _in("trust", "revoke"),
+    ("trust", "rotate"): _in("trust", "rotate"),
+    ("trust", "export"): _in("trust", "export"),
+    ("trust", "import"): _in("trust", "import_"),
     ("events", None): events,
     ("doctor", None): doctor,
     ("version", None): version,

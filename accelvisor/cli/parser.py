@@ -30,6 +30,13 @@ def seconds(text: str) -> float:
     return value
 
 
+def milliseconds(text: str) -> int:
+    """A positive whole number up to a minute."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 60_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of 1 to 60000 milliseconds")
+    return int(text)
+
+
 class _Group:
     """A place for commands: the top level, or a noun such as ``function``."""
 
@@ -87,6 +94,7 @@ def build(chosen: str | None = None) -> argparse.ArgumentParser:
             top.command(name, about)
     top.command("profiles", "list the profiles, with how many more of each fit")
     _attachments(top)
+    _migrate(top)
     events = top.command("events", "print what happened on this host")
     events.add_argument("--follow", "-f", action="store_true", help="go on with new events")
     events.add_argument("--after", type=int, metavar="ID", help="only events after this one")
@@ -97,6 +105,14 @@ def build(chosen: str | None = None) -> argparse.ArgumentParser:
 
 def _host(group: _Group) -> None:
     group.command("show", "show the host and its daemon")
+
+
+    drain = group.command("drain", "move every running VM that has functions to other hosts")
+    drain.add_argument(
+        "--to", metavar="HOST", action="append", help="only to this host (default: all trusted)"
+    )
+    drain.add_argument("--uri", metavar="TEMPLATE", help="their libvirt, {address} in it")
+    drain.add_argument("--dry-run", action="store_true", default=None, help="only show the plan")
 
 
 def _cards(group: _Group) -> None:
@@ -146,6 +162,54 @@ def _attachments(top: _Group) -> None:
                 default=15.0,
                 metavar="SECONDS",
                 help="how long the guest may take to let go (default: 15)",
+            )
+
+
+def _migrate(top: _Group) -> None:
+    verb = top.command("migrate", "move a running VM with its functions to another host")
+    verb.add_argument("domain", metavar="VM", help="its name or UUID")
+    verb.add_argument("host", metavar="HOST", help="a trusted host's name or UUID")
+    verb.add_argument("--dry-run", action="store_true", default=None, help="only say what happens")
+    verb.add_argument("--uri", metavar="URI", help="of that host's libvirt")
+    verb.add_argument(
+        "--downtime", type=milliseconds, metavar="MS", help="of the VM, aimed at (milliseconds)"
+    )
+    verb.add_argument("--bandwidth", type=size, metavar="SIZE", help="of QEMU, bytes a second")
+    verb.add_argument(
+        "--transient", action="store_true", default=None, help="leave the stored definition here"
+    )
+
+
+def _migrations(group: _Group) -> None:
+    group.command("list", "list the migrations of this host, the finished ones too")
+    group.command("show", "show one migration").add_argument("id", metavar="ID")
+    cancel = group.command("cancel", "end a migration before its point of no return")
+    cancel.add_argument("domain", metavar="VM", help="its name or UUID")
+
+
+def _trust(group: _Group) -> None:
+    group.command("init", "show this host's identity, and how hosts come to trust each other")
+    group.command("show", "show whom this host trusts, and its own keys")
+    invite = group.command("invite", "make a code with which one other host can join")
+    invite.add_argument("--address", metavar="HOST:PORT", help="how that one reaches this host")
+    join = group.command("join", "trust the host that made a code, and be trusted by it")
+    join.add_argument("code", metavar="CODE")
+    remove = group.command("remove", "trust a host no longer")
+    remove.add_argument("host", metavar="HOST", help="its name or UUID")
+    revoke = group.command("revoke", "make a key count no more, and what it signed")
+    revoke.add_argument("key", metavar="KEY", help="its id")
+    group.command("rotate", "give this host new keys, and tell the hosts that trust it")
+    for name, about in (
+        ("export", "write the signed trust document"),
+        ("import", "take over a trust document that a fleet's root keys have signed"),
+    ):
+        verb = group.command(name, about)
+        verb.add_argument("file", metavar="FILE", help="- for standard input or output")
+        if name == "import":
+            verb.add_argument(
+                "--roots",
+                metavar="ID,...",
+                help="the root keys of a fleet, in the place of this host's own",
             )
 
 
@@ -218,4 +282,6 @@ _NOUNS: tuple[tuple[str, str, Callable[[_Group], None]], ...] = (
     ("card", "accelerator cards", _cards),
     ("function", "accelerator functions", _functions),
     ("vm", "virtual machines (libvirt domains)", _vms),
+    ("migration", "migrations of this host", _migrations),
+    ("trust", "hosts that trust each other with functions", _trust),
 )

@@ -49,6 +49,8 @@ LEVELS: Mapping[str, Level] = {
     "RemoveHost": Level.ADMIN,
     "RevokeKey": Level.ADMIN,
     "RotateKeys": Level.ADMIN,
+    "ExportTrust": Level.READ,
+    "ImportTrust": Level.ADMIN,
     "PrintAttachment": Level.READ,
     "ListDomains": Level.READ,
     "GetDomain": Level.READ,

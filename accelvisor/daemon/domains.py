@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
@@ -146,8 +147,15 @@ class DomainsLink(Generic[S]):
         for pool in (self._threads, self._patient):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    async def call(self, verb: Callable[[DomainsPort], T], *, patient: bool = False) -> T:
-        """Run ``verb(port)`` in a thread; a ``patient`` one waits for a guest or for QEMU.
+    async def call(
+        self,
+        verb: Callable[[DomainsPort], T],
+        *,
+        patient: bool = False,
+        deadline_s: float | None = None,
+    ) -> T:
+        """Run ``verb(port)`` in a thread; a ``patient`` one waits for a guest or for QEMU, for
+        ``deadline_s`` where that is given (infinity for as long as it takes).
 
         Raises:
             UnavailableError: ``libvirt-unavailable``; and whatever the verb raises.
@@ -157,7 +165,10 @@ class DomainsLink(Generic[S]):
         pool = self._patient if patient else self._threads
         work = asyncio.get_running_loop().run_in_executor(pool, verb, port)
         seconds = self._patience_s if patient else self._deadline_s
-        done, _ = await asyncio.wait((work,), timeout=seconds)
+        if deadline_s is not None:
+            seconds = deadline_s
+        waited = None if seconds == math.inf else seconds
+        done, _ = await asyncio.wait((work,), timeout=waited)
         if done:
             return await work
         work.cancel()  # takes it out of the queue, if it still waits there

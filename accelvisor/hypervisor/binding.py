@@ -52,6 +52,10 @@ _ERRORS: dict[str, tuple[type[AccelvisorError], str, str]] = {
     "VIR_ERR_AUTH_UNAVAILABLE": (PermissionDenied, "libvirt-denied", ""),
     "VIR_ERR_ACCESS_DENIED": (PermissionDenied, "libvirt-denied", ""),
     "VIR_ERR_OPERATION_TIMEOUT": (DeadlineError, "libvirt-deadline", ""),
+    "VIR_ERR_OPERATION_ABORTED": (ConflictError, "migration-cancelled", ""),
+    "VIR_ERR_MIGRATE_UNSAFE": (
+        ConflictError, "migration-unsafe", "its disks must lie on storage that both hosts share",
+    ),
     "VIR_ERR_AGENT_UNRESPONSIVE": (DeadlineError, "guest-agent-deadline", ""),
 }
 _LOST = ("VIR_ERR_NO_CONNECT", "VIR_ERR_RPC", "VIR_ERR_INVALID_CONN")

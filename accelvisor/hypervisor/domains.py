@@ -23,7 +23,7 @@ from accelvisor.errors import (
     NotFoundError,
     UnavailableError,
 )
-from accelvisor.hypervisor import binding, xml
+from accelvisor.hypervisor import binding, migrating, xml
 from accelvisor.hypervisor.builder import build
 from accelvisor.hypervisor.capabilities import kvm_verdict
 from accelvisor.hypervisor.entries import Ownership
@@ -37,6 +37,8 @@ from accelvisor.hypervisor.port import (
     DomainEventKind,
     DomainOptions,
     DomainState,
+    Job,
+    MigrateRequest,
     Subscription,
 )
 
@@ -270,6 +272,23 @@ class Domains:
                 )
             verb(handle)
             return _after(handle)
+
+    # --- migration -------------------------------------------------------------------------------
+
+    def migrate(self, request: MigrateRequest) -> None:
+        with binding.translated(request.domain):
+            handle = self._find(request.domain)
+            if not handle.isActive():
+                raise _not_running(request.domain)
+            migrating.migrate(handle, request)
+
+    def migrate_cancel(self, domain: str) -> None:
+        with binding.translated(domain):
+            self._find(domain).abortJob()
+
+    def job(self, domain: str) -> Job | None:
+        with binding.translated(domain):
+            return migrating.job(self._find(domain))
 
     # --- functions -------------------------------------------------------------------------------
 

@@ -112,6 +112,43 @@ class Attachment:
     address: str = ""  # PCI address as far as the host knows it
 
 
+@dataclass(frozen=True, slots=True)
+class MigrateRequest:
+    """A live migration that this host's libvirt drives: it connects to the other one itself.
+
+    Attributes:
+        uri: of the other host's libvirt, as this host reaches it.
+        stored: the definition to be stored there, and no more here; None to leave it here.
+        bandwidth: of QEMU's own stream, bytes a second; 0 for no limit.
+        downtime_ms: what QEMU aims at; 0 for its own default.
+    """
+
+    domain: str
+    uri: str
+    stored: str | None = None
+    bandwidth: int = 0
+    downtime_ms: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What libvirt says of a migration in progress: bytes, seconds, bytes a second.
+
+    Attributes:
+        downtime_s: what QEMU expects it to be.
+        iteration: how often QEMU has gone over the memory.
+    """
+
+    elapsed_s: float
+    memory_total: int
+    memory_done: int
+    memory_left: int
+    rate: float
+    dirty_rate: float
+    iteration: int
+    downtime_s: float
+
+
 class DomainEventKind(StrEnum):
     """What happened to a domain. ``detail`` of the event carries libvirt's own word."""
 
@@ -193,6 +230,21 @@ class DomainsPort(Protocol):
     def reboot(self, domain: str) -> Domain: ...
 
     def reset(self, domain: str) -> Domain: ...
+
+    def migrate(self, request: MigrateRequest) -> None:
+        """Move a running domain to another host; returns when it runs there. ConflictError
+        ``migration-cancelled``, ``migration-unsafe``; SystemFailure ``libvirt-failed`` with what
+        the other host said.
+        """
+        ...
+
+    def migrate_cancel(self, domain: str) -> None:
+        """End the migration in progress; the domain stays. ConflictError when there is none."""
+        ...
+
+    def job(self, domain: str) -> Job | None:
+        """The migration in progress; None when there is none."""
+        ...
 
     def attach(self, request: AttachRequest) -> Attachment:
         """Make it so in the running and/or stored definition; both or none. Repeating it is a

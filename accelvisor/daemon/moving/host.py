@@ -246,6 +246,19 @@ class MovingHost:
         await self._around.record("trust-rotated", "", words)
         return told, missed
 
+    async def adopt(self, envelope: bytes, roots: frozenset[str] | None) -> None:
+        """Take over a trust document: the next version, or with ``roots`` a fleet's first one.
+
+        Raises:
+            DataError: ``trust-...``: why it is refused.
+        """
+        if roots is None:
+            self.keys.replace(envelope)
+        else:
+            self.keys.join_fleet(envelope, roots)
+        words = f"version {self.keys.document.version} of the trust document is in force"
+        await self._around.record("trust-imported", "", words)
+
     def _listening(self) -> Listener:
         if self.listener is None:
             raise ConflictError(
@@ -306,7 +319,9 @@ class MovingHost:
         """What the source's functions have now, where it differs from what was given before."""
         pair = await self.doors.open(move.domain_uuid)
         await pair.monitor.wait_connected(_MONITOR_S)
-        wanted = await move.peer.context(move.id)
+        asking = asyncio.create_task(move.peer.context(move.id))
+        # Once its QEMU waits for the seal the source's monitor answers nothing: nor do we wait.
+        wanted = await (asking if known is None else move.while_receiving(asking)) or known or ()
         for index, part in enumerate(move.parts):
             if known is None or known[index] != wanted[index]:
                 if known is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from accelvisor.daemon.moving.host import MovingHost
+from accelvisor.daemon.moving.keys import Keys
+from accelvisor.errors import DataError
 from accelvisor.frames.trust import Host
 
 
@@ -32,21 +35,7 @@ class MovingMethods:
     # --- trust ------------------------------------------------------------------------------------
 
     async def get_trust(self) -> dict[str, Any]:
-        keys = self._moving.keys
-        document = keys.document
-        return {
-            "trust": {
-                "host": str(keys.host),
-                "key": keys.identity.key_id,
-                "version": document.version,
-                "roots": [key.key_id for key in document.roots.keys],
-                "root_threshold": document.roots.threshold,
-                "own_roots": keys.mine_to_sign,
-                "manifest_threshold": document.manifest_threshold,
-                "hosts": [_host(host) for host in keys.keyring.effective.hosts],
-                "revoked": list(document.revoked),
-            }
-        }
+        return {"trust": _trust(self._moving.keys)}
 
     async def invite_host(self, address: str | None = None) -> dict[str, Any]:
         code, expires = self._moving.invite(address)
@@ -65,6 +54,34 @@ class MovingMethods:
     async def rotate_keys(self) -> dict[str, Any]:
         told, missed = await self._moving.rotate()
         return {"key": self._moving.keys.identity.key_id, "told": told, "missed": missed}
+
+    async def export_trust(self) -> dict[str, Any]:
+        return {"document": base64.b64encode(self._moving.keys.envelope).decode()}
+
+    async def import_trust(self, document: str, roots: list[str] | None = None) -> dict[str, Any]:
+        try:
+            envelope = base64.b64decode(document, validate=True)
+        except ValueError as error:
+            raise DataError(
+                "the trust document is refused: it is not base64", code="trust-shape", where="admin"
+            ) from error
+        await self._moving.adopt(envelope, None if roots is None else frozenset(roots))
+        return {"trust": _trust(self._moving.keys)}
+
+
+def _trust(keys: Keys) -> dict[str, Any]:
+    document = keys.document
+    return {
+        "host": str(keys.host),
+        "key": keys.identity.key_id,
+        "version": document.version,
+        "roots": [key.key_id for key in document.roots.keys],
+        "root_threshold": document.roots.threshold,
+        "own_roots": keys.mine_to_sign,
+        "manifest_threshold": document.manifest_threshold,
+        "hosts": [_host(host) for host in keys.keyring.effective.hosts],
+        "revoked": list(document.revoked),
+    }
 
 
 def _host(host: Host) -> dict[str, Any]:
