@@ -1,0 +1,48 @@
+"""A domain's live migration, as libvirt is asked for it and as it tells of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelvisor.hypervisor import binding
+from accelvisor.hypervisor.port import Job, MigrateRequest
+from accelvisor.limits import MIB
+
+#: QEMU's pages are of this size where libvirt does not say it.
+_PAGE = 4096
+
+
+def migrate(handle: Any, request: MigrateRequest) -> None:
+    """Peer to peer, so that it goes on when we end: libvirtd has it. Blocks until it is over."""
+    lv = binding.libvirt()
+    flags = lv.VIR_MIGRATE_LIVE | lv.VIR_MIGRATE_PEER2PEER
+    given: dict[str, object] = {}
+    if request.stored is not None:
+        flags |= lv.VIR_MIGRATE_PERSIST_DEST | lv.VIR_MIGRATE_UNDEFINE_SOURCE
+        given[lv.VIR_MIGRATE_PARAM_PERSIST_XML] = request.stored
+    if request.bandwidth:
+        given[lv.VIR_MIGRATE_PARAM_BANDWIDTH] = max(1, request.bandwidth // MIB)
+    if request.downtime_ms:
+        handle.migrateSetMaxDowntime(request.downtime_ms, 0)
+    handle.migrateToURI3(request.uri, given, flags)
+
+
+def job(handle: Any) -> Job | None:
+    """The migration in progress; None when there is none."""
+    lv = binding.libvirt()
+    said: Mapping[str, Any] = handle.jobStats(0)
+    running = (lv.VIR_DOMAIN_JOB_BOUNDED, lv.VIR_DOMAIN_JOB_UNBOUNDED)
+    if said.get("type") not in running:
+        return None
+    page = int(said.get("memory_page_size", _PAGE))
+    return Job(
+        elapsed_s=said.get("time_elapsed", 0) / 1000,
+        memory_total=int(said.get("memory_total", 0)),
+        memory_done=int(said.get("memory_processed", 0)),
+        memory_left=int(said.get("memory_remaining", 0)),
+        rate=float(said.get("memory_bps", 0)),
+        dirty_rate=float(said.get("memory_dirty_rate", 0)) * page,
+        iteration=int(said.get("memory_iteration", 0)),
+        downtime_s=said.get("downtime", 0) / 1000,
+    )
