@@ -94,6 +94,7 @@ class Control:
             "migrate": _with("to", str, moving.walk),
             "fence": _with("on", bool, moving.fence),
             "track": _with("on", bool, moving.track),
+            "throttle": _with("percent", int, self._throttle),
             "moved": _plain(moving.moved),
             "digests": _plain(moving.digests),
             "extents": lambda _parameters, _fds: moving.extents(),
@@ -195,8 +196,18 @@ class Control:
         self._device.engine.thaw(s.FREEZE_CONTROL)
         return {"frozen": bool(self._device.state.u32[s.R_FREEZE])}
 
+    def _throttle(self, percent: int) -> dict[str, Any]:
+        if not 1 <= percent <= 100:
+            raise UsageError("percent is 1 to 100", where="control")
+        self._device.engine.throttle(percent)
+        return {"percent": percent}
+
     def _reset(self) -> dict[str, Any]:
+        migration = self._device.migration
         self._device.function_reset()
+        with migration.lock:
+            if migration.machine.state is MigState.ERROR:
+                migration.reset()  # nothing else leads out of it; a fence stays
         return {"resets": self._device.state.u32[s.R_RESETS]}
 
 

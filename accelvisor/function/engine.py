@@ -65,6 +65,8 @@ class Engine:
         self._settled = threading.Condition()
         self._parked = False
         self._spin_s = _SPIN_MAX_S
+        #: percent of the time that commands get
+        self._share = 100
         self._rang = 0.0
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -125,6 +127,14 @@ class Engine:
                 self._u32[word + s.Q_CLOSING] = _ENABLE
             else:
                 return
+            self._wake()
+
+    def throttle(self, percent: int) -> None:
+        """Serve the queues this share of the time only, 1 to 100: who changes memory faster than
+        it can be copied is slowed down. A worker's successor begins with all of it again.
+        """
+        with self._flags:
+            self._share = percent
             self._wake()
 
     def request_reset(self, timeout_s: float) -> None:
@@ -256,13 +266,27 @@ class Engine:
         while not self._attend:
             progress = self._close(frontend, closing) if closing else False
             for lane, rivals in turns:
-                self._deadline, self._rivals = clock() + QUANTUM_S, None if closing else rivals
+                began, share = clock(), self._share
+                self._deadline = began + QUANTUM_S
+                self._rivals = None if closing or share < 100 else rivals
                 while frontend.serve(lane):
                     progress = True
                     if self._attend or clock() > self._deadline:
                         break
+                if share < 100:
+                    self._hold_back((clock() - began) * (100 - share) / share)
             if not progress and not self._attend:
                 self._rest(frontend, lanes, bool(closing))
+
+    def _hold_back(self, seconds: float) -> None:
+        """Let time pass; whatever else is asked of the engine comes first."""
+        until = self._clock() + seconds
+        while True:
+            self._event.clear()
+            left = until - self._clock()
+            if self._attend or left <= 0:
+                return
+            self._event.wait(left)
 
     def _rest(self, frontend: Frontend, lanes: list[Lane], closing: bool) -> None:
         """Spin a little, then sleep until a doorbell, a request or a reply."""

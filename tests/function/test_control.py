@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from accelvisor.abi import commands as abi
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot
 from accelvisor.abi.registers import MAGIC, QueueReg, QueueStatus, Reg
+from accelvisor.daemon.function_link import FunctionFailure
+from accelvisor.daemon.moving.orders import ask
 from accelvisor.errors import DeadlineError
 from tests.function.harness import (
     DEADLINE_S,
@@ -159,3 +162,11 @@ def test_garbage_ends_its_connection_alone(fresh: Process) -> None:
     with Guest(fresh) as guest:
         assert guest.read32(Reg.MAGIC) == MAGIC
     assert fresh.holder("status")["worker_restarts"] == 0
+
+
+@pytest.mark.parametrize("percent", [0, 101, -1, "50", None, 2.5])
+def test_what_is_no_share_of_the_time_is_refused(process: Process, percent: object) -> None:
+    path = Path(process.spec.control_socket)
+    assert ask(path, "throttle", {"percent": 50}, (), 0, DEADLINE_S) == {"percent": 50}
+    with pytest.raises(FunctionFailure, match="percent"):
+        ask(path, "throttle", {"percent": percent}, (), 0, DEADLINE_S)

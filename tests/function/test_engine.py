@@ -196,3 +196,52 @@ def test_work_goes_on_where_a_worker_stopped(local: Local) -> None:
     ring.words = local.window.cast("I")
     local.wait(ring.ready)
     assert ring.take().status == 0
+
+
+def test_a_throttled_engine_lets_the_rest_of_the_time_pass(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 25 percent three times as long as it served, however long that was."""
+    served, held, one_at_a_time = [], [], threading.Lock()
+
+    def slow(self: PlannedOperation, arrays: object, tile: int) -> None:
+        with one_at_a_time:
+            began = time.perf_counter()
+            time.sleep(0.002)
+            served.append(time.perf_counter() - began)
+
+    monkeypatch.setattr(PlannedOperation, "run_tile", slow)
+    monkeypatch.setattr(
+        Engine, "_hold_back", lambda self, seconds: held.append((seconds, sum(served)))
+    )
+    ring = local.ring()
+    ring.open()
+    local.device.engine.throttle(25)
+    busy(ring)
+    wait_for(lambda: served and len(held) > 50, "a while to pass")
+    local.device.engine.throttle(100)
+    before = next((total for _, total in held if total), 0.0)
+    passed = sum(seconds for seconds, _ in held)
+    assert passed >= 3 * (max(total for _, total in held) - before)
+    count = len(held)
+    turns = position(local, 0)
+    wait_for(lambda: position(local, 0) > turns + (4 << 32), "it to go on unthrottled")
+    assert len(held) <= count + 1
+
+
+def test_whoever_freezes_a_throttled_engine_does_not_wait_for_it(
+    local: Local, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside = threading.Event()
+
+    def slow(self: PlannedOperation, arrays: object, tile: int) -> None:
+        time.sleep(0.2)  # at one percent it is held back for 20 s after that
+        inside.set()
+
+    monkeypatch.setattr(PlannedOperation, "run_tile", slow)
+    ring = local.ring()
+    ring.open()
+    local.device.engine.throttle(1)
+    busy(ring)
+    assert inside.wait(60)
+    local.device.engine.freeze(s.FREEZE_CONTROL, 10)
