@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
@@ -43,6 +43,7 @@ from accelvisor.migration.ledger import Transfer
 from accelvisor.migration.receiver import Received, Receiver
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 #: How long one look for a complete round lasts; then it is looked whether anybody still wants it.
 _LOOK_S = 1.0
 #: Between two tries to open the bulk connections again (seconds).
@@ -355,6 +356,17 @@ class DestinationMove:
         except TimeoutError:
             pass
         return not self._no_more_rounds.is_set()
+
+    async def while_receiving(self, work: asyncio.Task[T]) -> T | None:
+        """What ``work`` gives; None when the rounds end first, with which it is given up."""
+        over = asyncio.ensure_future(self._no_more_rounds.wait())
+        try:
+            await asyncio.wait((work, over), return_when=asyncio.FIRST_COMPLETED)
+            return work.result() if work.done() else None
+        finally:
+            for each in (work, over):
+                each.cancel()
+            await asyncio.gather(work, over, return_exceptions=True)
 
     def _entered(self, state: State) -> None:
         if state not in (State.RESERVING, State.PREPARING, State.RECEIVING):

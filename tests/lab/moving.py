@@ -1,0 +1,202 @@
+"""What tests of moves between two hosts share: trust, a VM that trains, what must hold."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from accelvisor.lab import Guest, LabHost
+from tests.lab.user import accelctl, define, seen, start
+
+HERE = Path(__file__).parent
+DIGITS = HERE.parents[1] / "fixtures" / "digits" / "digits.npz"
+ADMIN = "/run/accelvisor/admin"
+PORT = 16519
+
+
+def call(host: LabHost, method: str, *, check: bool = True, **parameters: Any) -> dict[str, Any]:
+    """One method of accelvisord's; with ``check=False`` an error's parameters."""
+    said = host.run(
+        ["varlinkctl", "call", "--json=short", ADMIN, f"io.accelvisor.Admin.{method}",
+         json.dumps(parameters)],
+        check=check,
+    )  # fmt: skip
+    return dict(json.loads(said.stdout)) if said.stdout.strip() else {"said": said.stderr}
+
+
+def trust_each_other(one: LabHost, other: LabHost) -> None:
+    """One command on each; nothing happens when they do already."""
+    if any(h["address"].startswith(other.address) for h in trusted(one)):
+        return
+    code = call(one, "InviteHost", address=f"{one.address}:{PORT}")["code"]
+    call(other, "JoinHost", code=code)
+
+
+def trusted(host: LabHost) -> list[dict[str, Any]]:
+    return list(call(host, "GetTrust", check=True)["trust"]["hosts"])
+
+
+def functions(host: LabHost) -> dict[str, dict[str, Any]]:
+    """Of a host, by UUID."""
+    return {f["uuid"]: f for f in accelctl(host, "function", "list")["functions"]}
+
+
+def answers(host: LabHost) -> bool:
+    return host.run(["accelctl", "host", "show"], check=False, timeout=30).returncode == 0
+
+
+class Training:
+    """A program in the guest that trains on one function until it is told to end."""
+
+    def __init__(self, vm: MovingVm, tag: str, bdf: str = "") -> None:
+        self._vm = vm
+        self.tag = tag
+        words = [bdf] if bdf else []
+        self._pid = vm.guest.start(["python3", "/root/trainer.py", tag, *words])
+        self.goes_on()
+
+    def said(self) -> dict[str, Any]:
+        """What it tells of itself; nothing before its first epoch."""
+        found = self._vm.guest.run(["cat", f"/root/{self.tag}.json"], check=False)
+        return dict(json.loads(found.stdout)) if found.returncode == 0 else {"epochs": 0}
+
+    def goes_on(self) -> None:
+        """Wait until it has done more than it had now."""
+        before = self.said()["epochs"]
+
+        def more() -> bool:
+            return bool(self.said()["epochs"] > before + 1)
+
+        try:
+            self._vm.here.wait(more, deadline_s=90, what=f"{self.tag} to go on")
+        except Exception as error:
+            error.add_note(str(self._vm.guest.agent("guest-exec-status", {"pid": self._pid})))
+            raise
+
+    def end(self) -> dict[str, Any]:
+        """End it and hold its bits against the reference; returns what it said at last."""
+        guest, host = self._vm.guest, self._vm.here
+        guest.run(["touch", f"/root/{self.tag}.stop"])
+        done = guest.finish(self._pid, timeout=90)
+        assert done.returncode == 0, done.stderr
+        said = self.said()
+        host.push(guest.pull(f"/root/{self.tag}.npz"), f"/root/{self.tag}.npz")
+        for path in (HERE / "retrace.py", HERE / "trainer.py", DIGITS):
+            host.push(path, f"/root/{path.name}")
+        words = ["python3", "/root/retrace.py", f"/root/{DIGITS.name}", str(said["epochs"])]
+        found = json.loads(host.run([*words, f"/root/{self.tag}.npz"], timeout=300).stdout)
+        assert found["losses"], "every loss has the bits of the unmoved run"
+        assert found["weights"], "every weight has the bits of the unmoved run"
+        assert found["compared"] == said["launches"] > 0, "no command was lost or run twice"
+        assert said["bad"] == 0 < said["reads"], "no register read as zeros or ones"
+        assert said["gap_s"] < 45, "no interrupt was lost"
+        return said
+
+
+class MovingVm:
+    """A VM with functions, on one of two hosts.
+
+    Args:
+        options: of ``accelctl vm define``.
+    """
+
+    def __init__(self, name: str, hosts: tuple[LabHost, LabHost], *options: str) -> None:
+        self.name = name
+        self.hosts = hosts
+        self.uuids: list[str] = []
+        define(hosts[0], name, *options)
+
+    def give(self, profile: str = "small", *options: str) -> str:
+        """Create a function and attach it; returns its UUID."""
+        made = accelctl(self.hosts[0], "function", "create", profile)["function"]
+        self.uuids.append(made["uuid"])
+        accelctl(self.here if self.runs else self.hosts[0], "attach", made["uuid"], self.name,
+                 *options)  # fmt: skip
+        return str(made["uuid"])
+
+    def boot(self) -> Guest:
+        guest = start(self.hosts[0], self.name)
+        guest.push(DIGITS, f"/root/{DIGITS.name}")
+        guest.push(HERE / "trainer.py", "/root/trainer.py")
+        return guest
+
+    def clear(self) -> None:
+        """Nothing of it is left on either host."""
+        for host in self.hosts:
+            host.virsh("destroy", self.name, check=False)
+            host.virsh("undefine", self.name, check=False)
+            for uuid in self.uuids:
+                host.run(["accelctl", "function", "delete", uuid, "--force"], check=False)
+
+    # --- where it is ------------------------------------------------------------------------------
+
+    @property
+    def runs(self) -> bool:
+        return any(self._runs_on(host) for host in self.hosts)
+
+    def _runs_on(self, host: LabHost) -> bool:
+        return host.virsh("domstate", self.name, check=False).stdout.strip() == "running"
+
+    @property
+    def here(self) -> LabHost:
+        """The one host on which it runs."""
+        (found,) = [host for host in self.hosts if self._runs_on(host)]
+        return found
+
+    @property
+    def there(self) -> LabHost:
+        (found,) = [host for host in self.hosts if host is not self.here]
+        return found
+
+    @property
+    def guest(self) -> Guest:
+        return self.here.guest(self.name)
+
+    def bdfs(self) -> list[str]:
+        return seen(self.guest)
+
+    # --- moving -----------------------------------------------------------------------------------
+
+    def uri(self, host: LabHost) -> str:
+        return f"qemu+tcp://{host.address}/system"
+
+    def migrate(self, *options: str, timeout: float = 120.0) -> str:
+        """Plain virsh; what it complains of, and nothing when the VM has moved."""
+        source, there = self.here, self.there
+        began = time.monotonic()
+        words = ("migrate", "--live", *options, self.name, self.uri(there))
+        done = source.virsh(*words, check=False, timeout=timeout)
+        self.took_s = time.monotonic() - began
+        return "" if done.returncode == 0 else done.stderr.strip()
+
+    def move(self, *options: str) -> None:
+        """The VM goes to the other host, and all its functions with it."""
+        source, there = self.here, self.there
+        said = self.migrate(*options)
+        if said:
+            raise AssertionError(
+                f"{said}\n--- source\n{source.journal('accelvisor', 30)}"
+                f"\n--- destination\n{there.journal('accelvisor', 30)}"
+            )
+        self.only_at(there)
+
+    def only_at(self, host: LabHost) -> None:
+        """The VM runs there, its functions are there, and the other host has nothing of them."""
+        assert self.here is host
+        (other,) = [each for each in self.hosts if each is not host]
+        wait_for(host, lambda: self._all_at(host), "its functions to run")
+        wait_for(other, lambda: not set(functions(other)) & set(self.uuids), "nothing to be left")
+        for uuid in self.uuids:
+            left = other.run(["sh", "-c", f"ls -d /run/accelvisor/*/{uuid}*"], check=False).stdout
+            assert left == "", "nothing of it is left"
+
+    def _all_at(self, host: LabHost) -> bool:
+        known = functions(host)
+        return all(known.get(uuid, {}).get("state") == "running" for uuid in self.uuids)
+
+
+def wait_for(host: LabHost, condition: Callable[[], bool], what: str) -> None:
+    host.wait(condition, deadline_s=30, what=what)
