@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -13,7 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from accelvisor.control.client import AdminClient
-from accelvisor.errors import AccelvisorError, DeadlineError, SystemFailure, UnavailableError
+from accelvisor.daemon.paths import Paths
+from accelvisor.daemon.supervisor import SubprocessSupervisor
+from accelvisor.errors import DeadlineError, SystemFailure, UnavailableError
 from accelvisor.guest.function import Function
 from accelvisor.limits import MIB
 from accelvisor.vfio_user.client import Client
@@ -72,8 +75,8 @@ class EmbeddedHost:
         trace: TracebackType | None,
     ) -> None:
         try:
-            self._delete_functions()
             self.stop()
+            asyncio.run(self._end_functions())
         finally:
             if self._temporary is not None:
                 self._temporary.cleanup()
@@ -150,20 +153,13 @@ class EmbeddedHost:
         """A connection to the admin socket."""
         return AdminClient(str(self.run / "admin"))
 
-    def _delete_functions(self) -> None:
-        """Best effort also after a failure: a function process must not outlive its host."""
-        if self._daemon is None or self._daemon.poll() is not None:
-            self._daemon = None
-            try:
-                self.start()
-            except AccelvisorError:
-                return
-        try:
-            with self.admin() as admin:
-                for function in admin.call("ListFunctions")["functions"]:
-                    admin.call("DeleteFunction", {"function": function["uuid"], "force": True})
-        except AccelvisorError as error:
-            print(f"embedded: {error.message}", file=sys.stderr)
+    async def _end_functions(self) -> None:
+        """No function process outlives its host, whatever the daemon knew of it. What a daemon that
+        was killed had begun may still come up: a look after the last one was ended finds none.
+        """
+        supervisor = SubprocessSupervisor(Paths.from_environment(self.environment))
+        while uuids := await supervisor.list():
+            await asyncio.gather(*map(supervisor.stop, uuids))
 
     # --- functions -------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -59,6 +60,10 @@ class Source(Peer, Protocol):
 
     async def channel(self, ticket: bytes) -> Channel:
         """A bulk connection."""
+        ...
+
+    async def open(self) -> object:
+        """Be connected. Raises UnavailableError."""
         ...
 
     async def context(self, migration: bytes) -> list[bytes]:
@@ -112,6 +117,7 @@ class DestinationMove:
         domain, domain_uuid, owner: of the VM that comes.
         wanted: its functions, as its definition names them.
         peer: the source.
+        over: told when the move has ended, well or not.
     """
 
     def __init__(
@@ -123,6 +129,7 @@ class DestinationMove:
         wanted: tuple[wire.Wanted, ...],
         peer: Source,
         owner: str = "",
+        over: Callable[[DestinationMove], None] = lambda move: None,
     ) -> None:
         self._services = services
         self.id = id
@@ -131,6 +138,11 @@ class DestinationMove:
         self.peer = peer
         self._owner = owner_digest(owner or domain_uuid)
         self._wanted = wanted
+        self._over = over
+        #: Whether the source knows how it ended, and whether its QEMU here has ended.
+        self.told = self.left = False
+        #: There was no function here of these UUIDs before, so any that is here now is this move's.
+        self.brought = False
         self._nonce = services.entropy(16)
         self.parts: list[Part] = []
         self.offer: wire.Offer | None = None
@@ -194,6 +206,10 @@ class DestinationMove:
         return kind(self.id)
 
     async def _journal(self, action: actions.Journal) -> None:
+        await self._write(action.state)
+        self._services.fault(f"destination:{action.state}")
+
+    async def _write(self, state: str) -> None:
         named = self._named()
         record = Record(
             self.peer.host.hex,
@@ -202,17 +218,16 @@ class DestinationMove:
             [part.digest for part in named],
             self.arbiter,
             self.domain,
+            self.brought,
         )
-        services = self._services
         await asyncio.to_thread(
-            services.journal.write,
+            self._services.journal.write,
             self.id,
             "destination",
             self.domain_uuid,
-            action.state,
+            state,
             msgspec.msgpack.encode(record),
         )
-        services.fault(f"destination:{action.state}")
 
     def _named(self) -> tuple[wire.Part, ...]:
         return self.sealed.parts if self.sealed is not None else self.known
@@ -244,8 +259,34 @@ class DestinationMove:
             raise ConflictError(
                 "the source offers other functions", code="migration-functions", where="migration"
             )
-        for offered, envelope in zip(offer.functions, offer.envelopes, strict=True):
-            self.parts.append(await self._part(offered, envelope))
+        here = services.functions
+        for offered in offer.functions:
+            uuid = offered.function
+            if here.registry.get(uuid) is not None or uuid in here.held:
+                raise ConflictError(
+                    f"function {uuid} is on this host already",
+                    code="function-exists",
+                    where="functions",
+                    hint="accelctl function show says whose it is",
+                )
+        here.held.update(self._uuids())
+        self.brought = True
+        # A restart that finds a half-made function must know whose it is.
+        await self._write(State.RESERVING)
+        services.fault("destination:preparing")
+        making = [
+            asyncio.ensure_future(self._part(offered, envelope))
+            for offered, envelope in zip(offer.functions, offer.envelopes, strict=True)
+        ]
+        try:
+            await asyncio.wait(making)
+        finally:
+            for part in making:
+                part.cancel()
+            made = await asyncio.gather(*making, return_exceptions=True)
+            self.parts = [part for part in made if isinstance(part, Part)]
+        for part in making:
+            part.result()
 
     async def _part(self, offered: wire.Offered, envelope: bytes) -> Part:
         services = self._services
@@ -269,7 +310,6 @@ class DestinationMove:
         opened = verifier.open_offer(envelope)
         said = opened.statement
         _require_same(offered, said)
-        services.functions.held.add(offered.function)
         function = await services.functions.bring(
             offered.function,
             Profile(
@@ -286,6 +326,8 @@ class DestinationMove:
         words = f", which comes from host {self.peer.host}"
         await admission.take(services.functions, function, self.domain, self.domain_uuid, words)
         await self._order(offered.function, "fence", on=True)
+        here = documents.described(await self._order(offered.function, "describe"))
+        documents.require_compatible(offered.firmware, here.firmware)
         sections = {int(Kind[name.upper()]): size for name, size in said.sections.items()}
         staged = Staged(sections)
         return Part(
@@ -371,6 +413,8 @@ class DestinationMove:
     def _entered(self, state: State) -> None:
         if state not in (State.RESERVING, State.PREPARING, State.RECEIVING):
             self._no_more_rounds.set()
+        if state in (State.RUNNING, State.CLOSED):
+            self._over(self)
 
     # --- the switch-over --------------------------------------------------------------------------
 
@@ -498,9 +542,8 @@ class DestinationMove:
     async def _drop(self) -> None:
         await self._end_bulk()
         functions = self._services.functions
-        for uuid in self._uuids():
-            if functions.registry.get(uuid) is not None:
-                await functions.drop(uuid, "its move to this host was given up")
+        for uuid in self._uuids() if self.brought else ():
+            await functions.drop(uuid, "its move to this host was given up")
             functions.held.discard(uuid)
         await self._let_go()
 
@@ -521,7 +564,8 @@ class DestinationMove:
 
     async def _let_go(self) -> None:
         await self._end_bulk()
-        for part in self.parts:
+        parts, self.parts = self.parts, []  # they hold mappings of the functions' memory
+        for part in parts:
             await asyncio.to_thread(part.close)
 
     async def _end_bulk(self) -> None:

@@ -23,6 +23,7 @@ from accelvisor.daemon.moving.peers import (
     Asking,
     AskTickets,
     TellRotation,
+    Ways,
     read_question,
 )
 from accelvisor.daemon.moving.services import Services
@@ -35,6 +36,7 @@ from accelvisor.errors import (
     UnavailableError,
 )
 from accelvisor.frames.trust import Host
+from accelvisor.limits import LIMITS
 from accelvisor.migration import destination, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.link import Handler, PeerLink
@@ -67,6 +69,8 @@ DESTINATION_OVER = frozenset(
     (destination.State.RUNNING, destination.State.CLOSED, destination.State.DISCARDED)
 )
 
+_ENDED = frozenset((destination.State.RUNNING, destination.State.CLOSED))
+
 
 class Moves:
     """One per daemon.
@@ -82,9 +86,9 @@ class Moves:
         self._domain_state = domain_state
         self.sources: dict[bytes, SourceMove] = {}
         self.destinations: dict[bytes, DestinationMove] = {}
-        self._asking: dict[bytes, Asking] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.handler = Handler(request=self._question, notice=self._notice)
+        self._ways = Ways(services.keys, self.handler, self._link)
 
     async def close(self) -> None:
         """The daemon ends; what is journaled goes on with the next one."""
@@ -96,8 +100,7 @@ class Moves:
             await move.let_go()
         for coming in self.destinations.values():
             await coming.close()
-        for asking in self._asking.values():
-            await asking.close()
+        await self._ways.close()
 
     # --- a VM comes -------------------------------------------------------------------------------
 
@@ -125,11 +128,12 @@ class Moves:
                 with suppress(ConflictError):
                     await move.driver.tell(_D.CANCEL)
                 await move.driver.reach(*DESTINATION_OVER)
+        await self._left(domain_uuid)
         host = await self._find_source(domain_uuid, source_host)
         id_ = self._services.entropy(16)
-        asking = self._asking_of(host, id_)
+        asking = self._ways.to(host, id_)
         move = DestinationMove(
-            self._services, id_, domain, domain_uuid, tuple(wanted), asking, owner
+            self._services, id_, domain, domain_uuid, tuple(wanted), asking, owner, self._over
         )
         self.destinations[id_] = move
         try:
@@ -138,32 +142,70 @@ class Moves:
         except BaseException as error:
             if isinstance(error, AccelvisorError):
                 move.driver.error = error
-            with suppress(ConflictError):
-                await move.driver.tell(_D.CANCEL)
+            if move.driver.state is destination.State.START:
+                # Nobody was asked for anything: there is no move.
+                del self.destinations[id_]
+                self._over(move)
+                await move.close()
+            else:
+                with suppress(ConflictError):
+                    await move.driver.tell(_D.CANCEL)
             raise
         return move
 
-    def _asking_of(self, host: Host, id_: bytes) -> Asking:
-        def post(event: destination.Event) -> Callable[[], None]:
-            return lambda: self.destinations[id_].driver.post(event)
+    async def _left(self, domain_uuid: str) -> None:
+        """A domain that has just gone away comes back: what it left here is cleared first."""
+        for move in list(self.sources.values()):
+            if move.asked.domain == domain_uuid and move.driver.state not in SOURCE_OVER:
+                try:
+                    async with asyncio.timeout(LIMITS.migration_reserve_s):
+                        await move.driver.reach(*SOURCE_OVER)
+                except TimeoutError:
+                    raise ConflictError(
+                        "the move that took this domain away from here has not ended yet",
+                        code="migration-busy",
+                        where="migration",
+                        hint="it ends when its QEMU here has ended and the other host says so",
+                    ) from None
 
-        asking = Asking(
-            self._services.keys, host, self.handler, post(_D.LINK_LOST), post(_D.LINK_BACK)
+    def _link(self, id_: bytes, back: bool) -> None:
+        move = self.destinations.get(id_)
+        if move is not None:
+            move.driver.post(_D.LINK_BACK if back else _D.LINK_LOST)
+
+    def _over(self, move: DestinationMove) -> None:
+        def told() -> None:
+            move.told = True
+            self._forget(move)
+
+        self._ways.retire(move.peer.host, move.id, told)
+
+    def _forget(self, move: DestinationMove) -> None:
+        """What has ended, as its source knows, and which no QEMU has anything to do with."""
+        ended = move.driver.state is destination.State.RUNNING or (
+            move.driver.state is destination.State.CLOSED and move.left
         )
-        self._asking[id_] = asking
-        return asking
+        if move.told and ended and self.destinations.pop(move.id, None) is not None:
+            self._spawn(move.close())
 
     async def _find_source(self, domain_uuid: str, hint: str) -> Host:
         hosts = self._services.keys.peers()
         named = [host for host in hosts if host.uuid == hint]
         if named:
             return named[0]
-        answers = await asyncio.gather(
-            *(self._has(host, domain_uuid) for host in hosts), return_exceptions=True
-        )
-        for host, has in zip(hosts, answers, strict=True):
-            if has is True:
-                return host
+        asked = {asyncio.ensure_future(self._has(host, domain_uuid)): host for host in hosts}
+        left = set(asked)
+        try:
+            # A host that is down must not hold up the one that answers.
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for answer in done:
+                    if answer.exception() is None and answer.result():
+                        return asked[answer]
+        finally:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
         raise NotFoundError(
             "no host that this one trusts has the functions of this domain",
             code="migration-no-source",
@@ -350,14 +392,20 @@ class Moves:
     def gone(self, domain_uuid: str) -> None:
         """The domain's QEMU has ended."""
         self._tell(domain_uuid, _S.QEMU_GONE, _D.QEMU_GONE)
+        for move in list(self.destinations.values()):
+            if move.domain_uuid == domain_uuid:
+                move.left = True
+                self._forget(move)
 
     def _tell(self, domain: str, there: source.Event, here: destination.Event) -> None:
         for move in list(self.sources.values()):
             if move.asked.domain == domain and move.driver.state not in SOURCE_OVER:
                 move.driver.post(there)
-        for coming in list(self.destinations.values()):
+        for coming in reversed(self.destinations.values()):
             if coming.domain_uuid == domain:
+                # Only the last one: what QEMU does now has to do with no earlier attempt.
                 coming.driver.post(here)
+                break
 
     # --- a restart --------------------------------------------------------------------------------
 
@@ -372,14 +420,21 @@ class Moves:
             )
         )  # fmt: skip
         await asyncio.to_thread(journal.prune, ended)
+        now = self._services.clock_ns() / 1e9
         for row in await asyncio.to_thread(journal.rows):
             record = msgspec.msgpack.decode(row.record, type=Record)
+            over = row.state in ended
             if row.role == "source":
                 self._recover_source(row.id, row.domain, row.state, record)
-            else:
+                if not over:
+                    self._spawn(self._restarted_source(row.id, row.domain))
+            elif not over:
                 self._recover_destination(row.id, row.domain, row.state, record)
-            if row.state not in ended:
-                self._spawn(self._restarted(row.role, row.id, row.domain))
+                self._spawn(self._restarted_destination(row.id, row.domain))
+            elif now < row.changed + LIMITS.migration_scrub_s:
+                # What it said last may not have arrived, and the source waits for it.
+                self._recover_destination(row.id, row.domain, row.state, record)
+                self._spawn(self._reach(row.id))
 
     def _recover_source(self, id_: bytes, domain: str, state: str, record: Record) -> None:
         host = UUID(hex=record.peer)
@@ -391,8 +446,9 @@ class Moves:
         move = self.sources[id_] = SourceMove(self._services, asked, peer)
         move.driver.state = source.State(state)
         move.record_parts = _parts(record)
-        if move.driver.state not in SOURCE_OVER:
-            self._services.functions.held.update(record.functions)
+        if move.driver.state not in SOURCE_OVER or move.driver.state is source.State.ABORTED:
+            move.held = set(record.functions)
+            self._services.functions.held |= move.held
 
     def _recover_destination(self, id_: bytes, domain: str, state: str, record: Record) -> None:
         wanted = tuple(wire.Wanted(uuid, "") for uuid in record.functions)
@@ -401,49 +457,48 @@ class Moves:
         except NotFoundError:
             LOG.error("host %s, whose move of %s is open, is trusted no more", record.peer, domain)
             return
-        asking = self._asking_of(host, id_)
         move = DestinationMove(
-            self._services, id_, record.domain_name, domain, wanted, asking
-        )
+            self._services, id_, record.domain_name, domain, wanted, self._ways.to(host, id_),
+            over=self._over,
+        )  # fmt: skip
         self.destinations[id_] = move
         move.driver.state = destination.State(state)
         move.arbiter = record.arbiter
         move.known = _parts(record)
-        if move.driver.state not in DESTINATION_OVER:
+        move.brought = record.brought
+        if move.brought and move.driver.state not in _ENDED:
             self._services.functions.held.update(record.functions)
 
-    async def _restarted(self, role: str, id_: bytes, domain: str) -> None:
+    async def _restarted_source(self, id_: bytes, domain: str) -> None:
         state = await self._domain_state(domain)
-        if role == "source":
-            move = self.sources[id_]
-            move.driver.post(
-                {"running": _S.RESTARTED_RUNNING, "paused": _S.RESTARTED_PAUSED}.get(
-                    state, _S.RESTARTED_GONE
-                )
-            )
-            return
+        events = {"running": _S.RESTARTED_RUNNING, "paused": _S.RESTARTED_PAUSED}
+        self.sources[id_].driver.post(events.get(state, _S.RESTARTED_GONE))
+
+    async def _restarted_destination(self, id_: bytes, domain: str) -> None:
         coming = self.destinations.get(id_)
         if coming is None:
             return
-        coming.driver.post(
-            {"running": _D.RESTARTED_RUNNING, "paused": _D.RESTARTED_PAUSED}.get(
-                state, _D.RESTARTED_GONE
-            )
-        )
+        state = await self._domain_state(domain)
+        events = {"running": _D.RESTARTED_RUNNING, "paused": _D.RESTARTED_PAUSED}
+        coming.driver.post(events.get(state, _D.RESTARTED_GONE))
         await self._reach(id_)
 
     async def _reach(self, id_: bytes) -> None:
         """Connect to the source of a move that was taken up, however long that takes."""
-        while True:
+        move = self.destinations.get(id_)
+        while move is not None:
             try:
-                await self._asking[id_].open()
+                await move.peer.open()
                 break
             except UnavailableError:
                 await asyncio.sleep(1)
             except AccelvisorError as error:
                 LOG.error("%s", error.message)
                 return
-        self.destinations[id_].driver.post(_D.LINK_BACK)
+        if move is not None:
+            move.driver.post(_D.LINK_BACK)
+            if move.driver.state in _ENDED:
+                self._over(move)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

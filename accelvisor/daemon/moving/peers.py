@@ -71,11 +71,14 @@ def read_question(payload: bytes) -> Question:
 
 
 class Asking:
-    """A destination's way to its source.
+    """A destination's way to its source; all moves from there share it.
 
     Args:
         lost, back: told when the connection breaks, and when there is a new one.
     """
+
+    #: How often the connection broke.
+    breaks = 0
 
     def __init__(
         self,
@@ -92,16 +95,39 @@ class Asking:
         self._back = back
         self._link: PeerLink | None = None
         self._keeping: asyncio.Task[None] | None = None
+        self._opening = asyncio.Lock()
 
     @property
     def host(self) -> UUID:
         return UUID(self._host.uuid)
 
+    @property
+    def used(self) -> bool:
+        """Whether there ever was a connection."""
+        return self._keeping is not None
+
+    @property
+    def connected(self) -> bool:
+        return self._link is not None and not self._link.closed.done()
+
     async def open(self) -> PeerLink:
-        """Connect, then stay connected. Raises as :func:`accelvisor.migration.link.connect`."""
-        link = self._link = await self._connect()
-        self._keeping = asyncio.get_running_loop().create_task(self._keep(link))
-        return link
+        """Connect if that was not done yet, then stay connected.
+
+        Raises:
+            as :func:`accelvisor.migration.link.connect`.
+        """
+        async with self._opening:
+            if self._keeping is None:
+                self._link = await self._connect()
+                self._keeping = asyncio.get_running_loop().create_task(self._keep(self._link))
+            link = self._link
+            if link is None or link.closed.done():
+                # Whoever asks now wants an answer now, and with the reason why there is none.
+                link = self._link = await self._connect()
+                self._keeping.cancel()
+                self._keeping = asyncio.get_running_loop().create_task(self._keep(link))
+                self._back()
+            return link
 
     async def close(self) -> None:
         if self._keeping is not None:
@@ -141,6 +167,7 @@ class Asking:
     async def _keep(self, link: PeerLink) -> None:
         while True:
             error = await asyncio.shield(link.closed)
+            self.breaks += 1
             LOG.info("the link to host %s broke: %s", self._host.name, error.message)
             self._lost()
             pause = _FIRST_S
@@ -151,6 +178,69 @@ class Asking:
                     link = self._link = await self._connect()
                     break
             self._back()
+
+
+class Ways:
+    """The links to sources: one for each host, however many moves come from there.
+
+    Args:
+        tell: (move, whether its link is back or else broke).
+    """
+
+    def __init__(self, keys: Keys, handler: Handler, tell: Callable[[bytes, bool], None]) -> None:
+        self._keys = keys
+        self._handler = handler
+        self._tell = tell
+        self._askings: dict[str, tuple[Asking, set[bytes]]] = {}
+        self._retiring: set[asyncio.Task[None]] = set()
+
+    def to(self, host: Host, move: bytes) -> Asking:
+        """The link that a move uses until :meth:`retire`."""
+        known = self._askings.get(host.uuid)
+        if known is None:
+            moves: set[bytes] = set()
+            asking = Asking(
+                self._keys, host, self._handler,
+                lambda: self._say(moves, back=False), lambda: self._say(moves, back=True),
+            )  # fmt: skip
+            known = self._askings[host.uuid] = (asking, moves)
+        asking, moves = known
+        moves.add(move)
+        return asking
+
+    def retire(self, host: UUID, move: bytes, done: Callable[[], None]) -> None:
+        """The move is over. What it said last must still arrive, over a new link if need be: it
+        keeps its link until that has lived for as long as it takes to find that one is dead; then
+        ``done`` is called.
+        """
+        task = asyncio.get_running_loop().create_task(self._retire(str(host), move, done))
+        self._retiring.add(task)
+        task.add_done_callback(self._retiring.discard)
+
+    async def close(self) -> None:
+        for task in list(self._retiring):
+            task.cancel()
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        for asking, _ in self._askings.values():
+            await asking.close()
+        self._askings.clear()
+
+    async def _retire(self, host: str, move: bytes, done: Callable[[], None]) -> None:
+        asking, moves = self._askings[host]
+        while True:
+            before = asking.breaks
+            await asyncio.sleep(LIMITS.peer_dead_s)
+            if asking.breaks == before and (asking.connected or not asking.used):
+                break
+        moves.discard(move)
+        done()
+        if not moves:
+            del self._askings[host]
+            await asking.close()
+
+    def _say(self, moves: set[bytes], *, back: bool) -> None:
+        for move in list(moves):
+            self._tell(move, back)
 
 
 class Answering:

@@ -37,6 +37,8 @@ _PAUSE_S = 0.1
 _LOST_S = 30.0
 #: How long QEMU may take to end after it handed its VM over.
 _GONE_S = 10.0
+#: How long another move of the functions may take to end; less than the destination waits.
+_BUSY_S = LIMITS.migration_reserve_s / 2
 
 
 class Peer(Protocol):
@@ -59,6 +61,8 @@ class Record(msgspec.Struct, array_like=True):
     digests: list[bytes]
     arbiter: str
     domain_name: str = ""
+    #: of a destination: whether functions here of these UUIDs can only be of this move
+    brought: bool = False
 
 
 @dataclass
@@ -115,6 +119,8 @@ class SourceMove:
         self.frozen_at = 0.0
         #: Of a move that is known from the journal alone.
         self.record_parts: tuple[wire.Part, ...] = ()
+        #: The functions that nobody else may act on because of this move.
+        self.held: set[str] = set()
         self.records: tuple[bytes, ...] = ()
         self._offer: wire.Offer
         self._copying: asyncio.Task[None] | None = None
@@ -174,9 +180,9 @@ class SourceMove:
     async def _journal(self, action: actions.Journal) -> None:
         record = Record(
             self.peer.host.hex,
-            [part.uuid for part in self.parts],
-            [part.epoch for part in self.parts],
-            [part.digest for part in self.parts],
+            [part.function for part in self._all()],
+            [part.epoch for part in self._all()],
+            [part.digest for part in self._all()],
             self._services.owners.arbiter,
         )
         services, asked = self._services, self.asked
@@ -193,6 +199,14 @@ class SourceMove:
     def _named(self) -> tuple[wire.Part, ...]:
         return tuple(
             wire.Part(part.uuid, part.epoch, part.digest) for part in self.parts if part.digest
+        )
+
+    def _all(self) -> tuple[wire.Part, ...]:
+        """The functions, also those that nothing was sealed of."""
+        if not self.parts:
+            return self.record_parts
+        return tuple(
+            wire.Part(part.uuid, part.epoch, part.digest or bytes(32)) for part in self.parts
         )
 
     def knows(self, parts: tuple[wire.Part, ...]) -> bool:
@@ -225,14 +239,7 @@ class SourceMove:
                 where="migration",
                 hint="accelctl function list shows whose they are",
             )
-        busy = set(mine) & services.functions.held
-        if busy:
-            raise ConflictError(
-                f"function {busy.pop()} takes part in another move",
-                code="migration-busy",
-                where="migration",
-            )
-        services.functions.held.update(mine)
+        await self._hold(set(mine))
         for function in mine.values():
             self.parts.append(await self._part(function))
         envelopes = tuple(sealing.offer(services, self, part) for part in self.parts)
@@ -242,6 +249,22 @@ class SourceMove:
             tuple(sealing.offered(part) for part in self.parts),
             envelopes,
         )
+
+    async def _hold(self, mine: set[str]) -> None:
+        """A domain that came a moment ago may go on at once: its arrival ends soon."""
+        held = self._services.functions.held
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _BUSY_S
+        while busy := mine & held:
+            if loop.time() > end:
+                raise ConflictError(
+                    f"function {busy.pop()} takes part in another move",
+                    code="migration-busy",
+                    where="migration",
+                )
+            await asyncio.sleep(0.02)
+        held.update(mine)
+        self.held = mine
 
     async def _part(self, function: Function) -> Part:
         services = self._services
@@ -503,9 +526,12 @@ class SourceMove:
         if self._copying is not None:
             self._copying.cancel()
             await asyncio.gather(self._copying, return_exceptions=True)
-        for part in self.parts:
+        self.record_parts = self._all()
+        parts, self.parts = self.parts, []  # they hold mappings of the functions' memory
+        for part in parts:
             await asyncio.to_thread(part.close)
-        self._services.functions.held.difference_update(part.uuid for part in self.parts)
+        self._services.functions.held -= self.held
+        self.held = set()
 
     # --- help -------------------------------------------------------------------------------------
 
