@@ -13,8 +13,14 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
 
+import numpy as np
+
+from accelvisor.abi import commands as abi
+from accelvisor.abi.dtypes import DType
+from accelvisor.abi.programs import Program, Role, Slot
 from accelvisor.daemon.inventory import Placement, Profile
 from accelvisor.daemon.lifecycle import State
+from accelvisor.daemon.moving import documents
 from accelvisor.daemon.moving.checkpoints import Checkpoints, Settings
 from accelvisor.daemon.moving.evidence import AuditFile, Nonces
 from accelvisor.daemon.moving.keys import Keys
@@ -26,9 +32,10 @@ from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, NotFoundError
 from accelvisor.frames import audit
 from accelvisor.frames.manifest import Model
-from tests.function.harness import Guest, Process, Ring, running
+from tests.function.harness import Guest, Process, Ring, call, operation, running
 
 SECOND = 10**9
+N = 150_000
 
 
 class Registry:
@@ -236,8 +243,63 @@ def function(
         yield process, on.functions.add(process, domain)
 
 
+def accumulate() -> Program:
+    slots = (Slot(DType.FLOAT32, (N,), Role.INPUT), Slot(DType.FLOAT32, (N,), Role.OUTPUT))
+    return Program(slots, (operation("add", 1, 0, 1),))
+
+
+class Vm:
+    """A guest whose memory can be rolled back with its function, as libvirt does it."""
+
+    def __init__(self, guest: Guest) -> None:
+        self.guest = guest
+        self.ring = guest.ring()
+        self.ring.open("t")
+
+    def remember(self) -> dict[str, Any]:
+        """What of the VM belongs to a checkpoint."""
+        ring = self.ring
+        return {"tail": ring.tail, "head": ring.head, "cookie": ring.cookie,
+                "ram": bytes(self.guest.transport.ram[:])}  # fmt: skip
+
+    def back(self, memory: dict[str, Any]) -> None:
+        """The VM's memory as it was."""
+        self.ring.tail, self.ring.head = memory["tail"], memory["head"]
+        self.ring.cookie = memory["cookie"]
+        self.guest.transport.ram[:] = memory["ram"]
+
+    def busy(self, repeat: int) -> tuple[int, bytes]:
+        """A long program is under way; (its output's handle, what it will be)."""
+        ring = self.ring
+        x = np.random.default_rng(5).standard_normal(N).astype(np.float32)
+        a, y = ring.tensor(x), ring.tensor(np.zeros(N, np.float32))
+        program = ring.load(accumulate())
+        pairs = abi.BINDING.pack(a, 0) + abi.BINDING.pack(y, 0)
+        buffer = self.guest.buffer(pairs)
+        want = np.zeros(N, np.float32)
+        for _ in range(repeat):
+            want = want + x
+        ring.post(abi.launch(99, program, 2, buffer.whole(32), repeat=repeat))
+        ring.submit()
+        return y, want.tobytes()
+
+    def result(self, handle: int) -> bytes:
+        self.guest.wait(self.ring.ready)
+        assert self.ring.take().status == 0
+        return bytes(self.ring.read(handle, "float32", (N,)).tobytes())
+
+
+def describe(process: Process) -> documents.Described:
+    return documents.described(call(process.spec.control_socket, "describe"))
+
+
+def computes(process: Process) -> bool:
+    said = describe(process)
+    return said.migration_state == "RUNNING" and not said.fenced
+
+
 def moved_ring(ring: Ring, guest: Guest) -> Ring:
-    """The ring of a VM whose function is another one now."""
+    """The ring of a VM that is in another QEMU now."""
     moved = Ring.__new__(Ring)
     moved.__dict__.update(ring.__dict__)
     moved.guest, moved.words = guest, guest.window.cast("I")

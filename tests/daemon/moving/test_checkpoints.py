@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 
 from accelvisor.abi import commands as abi
-from accelvisor.abi.dtypes import DType
-from accelvisor.abi.programs import Program, Role, Slot
 from accelvisor.daemon.moving import documents
 from accelvisor.daemon.store import Function
 from accelvisor.errors import (
@@ -28,10 +26,20 @@ from accelvisor.frames.chunks import RECORD
 from accelvisor.frames.container import AREA_BYTES, HEAD
 from accelvisor.frames.store import Entry
 from accelvisor.limits import LIMITS, MIB
-from tests.daemon.moving.resting import DOMAIN, SECOND, Host, function, host, open_fds
-from tests.function.harness import Guest, Process, call, operation, running
+from tests.daemon.moving.resting import (
+    DOMAIN,
+    SECOND,
+    Host,
+    N,
+    Vm,
+    computes,
+    describe,
+    function,
+    host,
+    open_fds,
+)
+from tests.function.harness import Guest, Process, call, running
 
-N = 150_000
 #: In the payload of a file's first chunk.
 PAYLOAD = HEAD.size + AREA_BYTES + RECORD.size + 5
 
@@ -46,61 +54,6 @@ def here(tmp_path: Path) -> Iterator[Host]:
 def one(here: Host) -> Iterator[tuple[Process, Function]]:
     with function(here) as made:
         yield made
-
-
-def accumulate() -> Program:
-    slots = (Slot(DType.FLOAT32, (N,), Role.INPUT), Slot(DType.FLOAT32, (N,), Role.OUTPUT))
-    return Program(slots, (operation("add", 1, 0, 1),))
-
-
-class Vm:
-    """A guest whose memory can be rolled back with its function, as libvirt does it."""
-
-    def __init__(self, guest: Guest) -> None:
-        self.guest = guest
-        self.ring = guest.ring()
-        self.ring.open("t")
-
-    def remember(self) -> dict[str, Any]:
-        """What of the VM belongs to a checkpoint."""
-        ring = self.ring
-        return {"tail": ring.tail, "head": ring.head, "cookie": ring.cookie,
-                "ram": bytes(self.guest.transport.ram[:])}  # fmt: skip
-
-    def back(self, memory: dict[str, Any]) -> None:
-        """The VM's memory as it was."""
-        self.ring.tail, self.ring.head = memory["tail"], memory["head"]
-        self.ring.cookie = memory["cookie"]
-        self.guest.transport.ram[:] = memory["ram"]
-
-    def busy(self, repeat: int) -> tuple[int, bytes]:
-        """A long program is under way; (its output's handle, what it will be)."""
-        ring = self.ring
-        x = np.random.default_rng(5).standard_normal(N).astype(np.float32)
-        a, y = ring.tensor(x), ring.tensor(np.zeros(N, np.float32))
-        program = ring.load(accumulate())
-        pairs = abi.BINDING.pack(a, 0) + abi.BINDING.pack(y, 0)
-        buffer = self.guest.buffer(pairs)
-        ring.post(abi.launch(99, program, 2, buffer.whole(32), repeat=repeat))
-        ring.submit()
-        want = np.zeros(N, np.float32)
-        for _ in range(repeat):
-            want = want + x
-        return y, want.tobytes()
-
-    def result(self, handle: int) -> bytes:
-        self.guest.wait(self.ring.ready)
-        assert self.ring.take().status == 0
-        return bytes(self.ring.read(handle, "float32", (N,)).tobytes())
-
-
-def describe(process: Process) -> documents.Described:
-    return documents.described(call(process.spec.control_socket, "describe"))
-
-
-def computes(process: Process) -> bool:
-    said = describe(process)
-    return said.migration_state == "RUNNING" and not said.fenced
 
 
 def create(here: Host, found: Function, **options: Any) -> Entry:
