@@ -387,7 +387,12 @@ class MovingHost:
             )
 
     def _event(self, domain: str, name: str) -> None:
+        move = self.moves.going(domain)
+        if name == "STOP" and move is not None:
+            move.pace.mark("stop")
         if name == "RESUME":
+            if move is not None:
+                move.pace.times.pop("stop", None)  # somebody's pause, not the switch-over's
             self.moves.resumed(domain)
 
     async def _domain_state(self, domain: str) -> str:

@@ -298,6 +298,8 @@ class Moves:
                 message.message, code=message.code, where=f"destination:{link.host}",
                 hint=getattr(message, "hint", ""),
             )  # fmt: skip
+        if isinstance(message, wire.Running):
+            move.pace.mark("running")
         move.driver.post(event)
 
     def _new_source(self, link: PeerLink, asked: wire.Reserve) -> SourceMove:
@@ -446,6 +448,7 @@ class Moves:
         move = self.sources[id_] = SourceMove(self._services, asked, peer)
         move.driver.state = source.State(state)
         move.record_parts = _parts(record)
+        move.domain_name = record.domain_name
         if move.driver.state not in SOURCE_OVER or move.driver.state is source.State.ABORTED:
             move.held = set(record.functions)
             self._services.functions.held |= move.held

@@ -63,6 +63,8 @@ class Services:
     context: Callable[[str, str, bytes], Awaitable[bytes]]
     arrived: Callable[[], Awaitable[None]]
     settings: Settings = field(default_factory=Settings)
+    #: Downtimes that were wished for (seconds), by domain UUID.
+    targets: dict[str, float] = field(default_factory=dict)
     clock_ns: Callable[[], int] = time.time_ns
     entropy: Callable[[int], bytes] = os.urandom
     fault: Callable[[str], None] = lambda step: None

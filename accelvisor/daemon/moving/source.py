@@ -16,6 +16,7 @@ import msgspec
 from accelvisor.daemon.moving import documents, orders, sealing
 from accelvisor.daemon.moving.driver import Driver, in_thread
 from accelvisor.daemon.moving.lent import Lent
+from accelvisor.daemon.moving.pace import Pace
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, UnavailableError
@@ -26,6 +27,7 @@ from accelvisor.limits import LIMITS
 from accelvisor.migration import actions, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.channel import Channel
+from accelvisor.migration.convergence import Verdict
 from accelvisor.migration.ledger import Transfer
 from accelvisor.migration.sender import Sender
 from accelvisor.migration.source import Event, State
@@ -63,6 +65,10 @@ class Record(msgspec.Struct, array_like=True):
     domain_name: str = ""
     #: of a destination: whether functions here of these UUIDs can only be of this move
     brought: bool = False
+
+    #: Of a source: what accelctl shows when it has ended, and why it was given up.
+    numbers: dict[str, float] = {}
+    reason: str = ""
 
 
 @dataclass
@@ -117,6 +123,9 @@ class SourceMove:
         self.rounds = 0
         self.begun = time.monotonic()
         self.frozen_at = 0.0
+        self.domain_name = ""
+        target = services.targets.get(asked.domain, services.settings.downtime_s)
+        self.pace = Pace(target)
         #: Of a move that is known from the journal alone.
         self.record_parts: tuple[wire.Part, ...] = ()
         #: The functions that nobody else may act on because of this move.
@@ -153,6 +162,7 @@ class SourceMove:
         )
 
     def _entered(self, state: State) -> None:
+        self.pace.mark(state)
         if state is State.REFUSED:
             # What looking at it has taken, or is about to take, is given back.
             self.driver.begin(self.let_go(), None)
@@ -184,6 +194,9 @@ class SourceMove:
             [part.epoch for part in self._all()],
             [part.digest for part in self._all()],
             self._services.owners.arbiter,
+            self.domain_name,
+            numbers=self.pace.numbers(),
+            reason=self._reason(),
         )
         services, asked = self._services, self.asked
         await asyncio.to_thread(
@@ -195,6 +208,11 @@ class SourceMove:
             msgspec.msgpack.encode(record),
         )
         services.fault(f"source:{action.state}")
+
+    def _reason(self) -> str:
+        """Why it was given up, if it was."""
+        error = self.driver.error
+        return f"{error.message} [{error.code}]" if error is not None else ""
 
     def _named(self) -> tuple[wire.Part, ...]:
         return tuple(
@@ -241,6 +259,7 @@ class SourceMove:
             )
         await self._hold(set(mine))
         for function in mine.values():
+            self.domain_name = function.domain or ""
             self.parts.append(await self._part(function))
         envelopes = tuple(sealing.offer(services, self, part) for part in self.parts)
         self._offer = wire.Offer(
@@ -334,19 +353,49 @@ class SourceMove:
                 await self._pause()
             if self._stop_copying.is_set():
                 return
+            self.pace.begin(self._sent())
             await asyncio.gather(*(self._copy_part(part, first) for part in self.parts))
+            if not self._stop_copying.is_set():
+                await self._judge()
             self.peer.send(
                 wire.Round(
                     self.asked.migration,
                     self.rounds,
                     sum(part.tree.size for part in self.parts),
-                    sum(part.sender.progress.sent for part in self.parts),
+                    self._sent(),
                 )
             )
         except AccelvisorError as error:
             LOG.warning("%s: %s", self.driver.name, error.message)
             self.driver.error = error
             self.driver.post(Event.FAILED)
+
+    def _sent(self) -> int:
+        return sum(part.sender.progress.sent for part in self.parts)
+
+    async def _judge(self) -> None:
+        """Do the rounds lead anywhere? When they end is QEMU's business; ours is to slow functions
+        down that change their memory faster than it can be sent, and to say when it is in vain.
+        """
+        dirty = sum(part.lent.dirty_bytes() for part in self.parts)
+        verdict = self.pace.end(self._sent(), dirty)
+        if verdict is Verdict.THROTTLE:
+            await self._throttle(self.pace.throttle)
+        elif verdict is Verdict.GIVE_UP:
+            raise ConflictError(
+                "the functions change their memory faster than it can be sent:"
+                f" {dirty >> 20} MiB are left after {self.pace.rounds} rounds",
+                code="migration-convergence",
+                where="migration",
+                hint="try again when they compute less, or over a faster network",
+            )
+
+    async def _throttle(self, percent: int) -> None:
+        LOG.info("%s: the functions get %d %% of the time", self.driver.name, percent)
+        try:
+            await self._everywhere("throttle", percent=percent)
+        except AccelvisorError as error:  # a process of an older version does not know the word
+            LOG.warning("%s: %s", self.driver.name, error.message)
 
     async def _pause(self) -> None:
         """Rounds go on until the VM stops; one that has little to do may wait."""
@@ -410,7 +459,9 @@ class SourceMove:
     async def _last_round(self) -> None:
         if self._copying is not None:
             await asyncio.gather(self._copying, return_exceptions=True)
+        self.pace.begin(self._sent())
         await asyncio.gather(*(self._last_of(part) for part in self.parts))
+        self.pace.end(self._sent(), 0)
 
     async def _last_of(self, part: Part) -> None:
         control = self._services.functions.world.paths.function(part.uuid).control_socket
@@ -495,6 +546,8 @@ class SourceMove:
     async def _go_on(self) -> None:
         for state in actions.THAW_WALK:
             await self._everywhere("migrate", to=state)
+        if self.pace.throttle < 100 or not self.parts:  # of what a restart found, nobody knows
+            await self._throttle(100)
         await self._everywhere("fence", on=False)
         await self._everywhere("track", on=False)
         await self.let_go()
