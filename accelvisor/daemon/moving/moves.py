@@ -15,8 +15,9 @@ from uuid import UUID
 
 import msgspec
 
-from accelvisor.daemon.moving import documents, orders, sealing
+from accelvisor.daemon.moving import documents, fit, orders, sealing
 from accelvisor.daemon.moving.destination import DestinationMove
+from accelvisor.daemon.moving.fit import AskFit, Fit
 from accelvisor.daemon.moving.peers import (
     Answering,
     AskDomain,
@@ -220,6 +221,23 @@ class Moves:
         finally:
             await asking.close()
 
+    async def ask_fit(self, host: Host, question: AskFit) -> tuple[Fit, float]:
+        """(what a host says, bytes a second of the question that was asked again and timed).
+
+        Raises:
+            as :func:`accelvisor.migration.link.connect`; ProtocolError ``peer-answer``.
+        """
+        asking = Asking(self._services.keys, host, Handler(), lambda: None, lambda: None)
+        loop = asyncio.get_running_loop()
+        try:
+            said = await asking.fit(question)
+            filled = msgspec.structs.replace(question, filler=bytes(LIMITS.chunk_bytes))
+            began = loop.time()
+            await asking.fit(filled)
+            return said, LIMITS.chunk_bytes / max(loop.time() - began, 1e-6)
+        finally:
+            await asking.close()
+
     async def tell_rotation(self, host: Host, statement: bytes) -> None:
         """Tell a host of our new keys. Raises what hinders it."""
         asking = Asking(self._services.keys, host, Handler(), lambda: None, lambda: None)
@@ -316,6 +334,8 @@ class Moves:
         if isinstance(question, TellRotation):
             self._services.keys.rotated(question.statement)
             return b""
+        if isinstance(question, AskFit):
+            return await fit.answer(self._services, question)
         move = self.sources.get(question.migration)
         if move is None or move.peer.host != link.host:
             raise NotFoundError(

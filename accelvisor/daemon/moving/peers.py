@@ -16,6 +16,7 @@ from uuid import UUID
 
 import msgspec
 
+from accelvisor.daemon.moving.fit import AskFit, Fit
 from accelvisor.daemon.moving.keys import Keys
 from accelvisor.errors import AccelvisorError, ProtocolError
 from accelvisor.frames.trust import Host
@@ -56,7 +57,7 @@ class TellRotation(msgspec.Struct, frozen=True, tag="rotation", forbid_unknown_f
     statement: bytes
 
 
-Question = AskTickets | AskContext | AskDomain | TellRotation
+Question = AskTickets | AskContext | AskDomain | TellRotation | AskFit
 _QUESTIONS = msgspec.msgpack.Decoder(Question)
 
 
@@ -154,6 +155,10 @@ class Asking:
     async def context(self, migration: bytes) -> list[bytes]:
         """As :class:`AskContext`."""
         return _read(await self.ask(AskContext(migration)), list[bytes])
+
+    async def fit(self, question: AskFit) -> Fit:
+        """As :class:`accelvisor.daemon.moving.fit.AskFit`."""
+        return _read(await self.ask(question), Fit)
 
     async def channel(self, ticket: bytes) -> Channel:
         """A bulk connection."""
