@@ -93,7 +93,7 @@ async def answer(services: Services, asked: AskFit) -> bytes:
         version=accelvisor.__version__,
         firmware=made,
         arbiter=services.owners.arbiter,
-        missing=tuple(_missing(services, [item for item in asked.functions])),
+        missing=tuple(_missing(services, asked.functions)),
         present=tuple(item.uuid for item in asked.functions if item.uuid in here),
         names=tuple(
             item.name for item in asked.functions if item.name != item.uuid and item.name in taken
