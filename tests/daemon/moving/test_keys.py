@@ -1,0 +1,153 @@
+"""Keys and trust on disk: made once, kept, changed whole; what is damaged is not made anew."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from uuid import UUID, uuid4
+
+import pytest
+
+from accelvisor.daemon.moving.keys import Keys
+from accelvisor.errors import (
+    ConflictError,
+    DataError,
+    NotFoundError,
+    PermissionDenied,
+    StateError,
+)
+from accelvisor.frames import changes, trust
+from accelvisor.frames.identity import Identity, SigningKey
+
+HOST = UUID("11111111-1111-4111-8111-111111111111")
+PEER = UUID("22222222-2222-4222-8222-222222222222")
+
+
+def keys(folder: Path, name: str = "a", address: str = "10.0.0.1:16519", host: UUID = HOST) -> Keys:
+    return Keys(folder / "trust", host, name, address)
+
+
+def stranger() -> Identity:
+    return Identity.generate(os.urandom)
+
+
+def test_a_host_has_the_same_keys_after_a_restart(tmp_path: Path) -> None:
+    first, second = keys(tmp_path), keys(tmp_path)
+    assert first.identity.key_id == second.identity.key_id
+    assert first.document == second.document
+    assert (tmp_path / "trust" / "host.pem").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "trust").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_host_that_joined_is_trusted_from_then_on(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    mine.learn(PEER, stranger().public_identity, "b", "10.0.0.2:16519")
+    for each in (mine, keys(tmp_path)):
+        found = each.find("b")
+        assert found.uuid == str(PEER)
+        assert Keys.address_of(found) == ("10.0.0.2", 16519)
+        assert [pin.host for pin in each.credentials.pins] == [PEER]
+
+
+def test_joining_again_with_other_keys_replaces_them(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    old, new = stranger(), stranger()
+    mine.learn(PEER, old.public_identity, "b", "b:1")
+    mine.learn(PEER, new.public_identity, "b", "b:2")
+    found = mine.find(str(PEER))
+    assert found.current is not None
+    assert found.current.public == new.public
+    assert found.address == "b:2"
+    version = mine.document.version
+    mine.learn(PEER, new.public_identity, "b", "b:2")
+    assert mine.document.version == version, "the same again changes nothing"
+
+
+def test_a_host_that_is_removed_is_refused_and_its_keys_stay_revoked(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    them = stranger()
+    mine.learn(PEER, them.public_identity, "b", "b:1")
+    mine.remove("b")
+    again = keys(tmp_path)
+    assert not list(again.credentials.pins)
+    assert them.key_id in again.document.revoked
+    with pytest.raises(NotFoundError) as caught:
+        again.find("b")
+    assert caught.value.code == "trust-host-unknown"
+
+
+def test_the_own_key_is_rotated_before_it_is_revoked(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    old = mine.identity.key_id
+    with pytest.raises(ConflictError) as caught:
+        mine.revoke(old)
+    assert caught.value.code == "trust-own-key"
+    mine.rotate()
+    assert keys(tmp_path).identity.key_id == mine.identity.key_id != old
+
+
+def test_a_rotation_is_taken_by_a_peer_and_the_old_key_retires(tmp_path: Path) -> None:
+    a, b = keys(tmp_path / "a"), keys(tmp_path / "b", "b", "b:1", PEER)
+    b.learn(HOST, a.identity.public_identity, "a", "a:1")
+    old = a.identity
+    b.rotated(a.rotate())
+    for each in (b, keys(tmp_path / "b", "b", "b:1", PEER)):
+        found = each.find("a")
+        assert found.current is not None
+        assert found.current.public == a.identity.public
+        assert {key.status for key in found.keys} == {"current", "retiring"}
+        assert {pin.public for pin in each.credentials.pins} == {old.public, a.identity.public}
+    with pytest.raises(DataError):
+        keys(tmp_path / "c", "c", "c:1", uuid4()).rotated(a.rotate())
+
+
+def test_what_is_shown_of_this_host_follows_the_configuration(tmp_path: Path) -> None:
+    keys(tmp_path)
+    mine = keys(tmp_path, "other", "10.0.0.9:1").document.host(str(HOST))
+    assert mine is not None
+    assert (mine.name, mine.address) == ("other", "10.0.0.9:1")
+
+
+@pytest.mark.parametrize("name", ["host.pem", "root.pem", "trust"])
+def test_a_damaged_file_stops_the_start_and_is_left_alone(tmp_path: Path, name: str) -> None:
+    keys(tmp_path)
+    path = tmp_path / "trust" / name
+    damaged = path.read_bytes()[:-40]
+    path.write_bytes(damaged)
+    with pytest.raises(StateError) as caught:
+        keys(tmp_path)
+    assert caught.value.code == "trust-damaged"
+    assert path.read_bytes() == damaged
+
+
+def test_a_fleets_document_takes_the_place_of_the_own_one(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    root = SigningKey.generate(os.urandom)
+    document = changes.create([root.public], 1, created_ns=1)
+    document = changes.add_host(
+        document, str(HOST), "a", "a:1", mine.identity.public_identity, created_ns=2
+    )
+    envelope = trust.sign(document, [root])
+    with pytest.raises(DataError, match="root"):
+        mine.join_fleet(envelope, frozenset(("0" * 32,)))
+    mine.join_fleet(envelope, frozenset((root.key_id,)))
+    again = keys(tmp_path, "a", "a:1")
+    assert not again.mine_to_sign
+    with pytest.raises(PermissionDenied) as caught:
+        again.learn(PEER, stranger().public_identity, "b", "b:1")
+    assert caught.value.code == "trust-roots"
+    newer = changes.add_host(
+        document, str(PEER), "b", "b:1", stranger().public_identity, created_ns=3
+    )
+    again.replace(trust.sign(newer, [root]))
+    assert again.find("b").address == "b:1"
+    with pytest.raises(DataError):
+        again.replace(envelope)  # an older one
+
+
+def test_an_address_without_a_port_is_said_to_be_none(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    mine.learn(PEER, stranger().public_identity, "b", "")
+    with pytest.raises(NotFoundError) as caught:
+        Keys.address_of(mine.find("b"))
+    assert caught.value.code == "trust-address"
