@@ -1,4 +1,4 @@
-"""Function frame, status frame, token: what is bounded, what is compared, what each step refuses."""
+"""Function frame, status frame, token: what is bounded and compared, what each step refuses."""
 
 from __future__ import annotations
 
