@@ -111,6 +111,11 @@ class Lent:
         """How much device memory is marked now."""
         return int(np.count_nonzero(self._marks)) * PAGE
 
+    def held_bytes(self) -> int:
+        """How much there is to be sent at first: memory that has data, and the window."""
+        ranges = data_ranges(self._fds[2], 0, self._memory.nbytes)
+        return sum(high - low for low, high in ranges) + self._window.nbytes
+
     def take_marks(self) -> list[tuple[int, int]]:
         """Runs of marked pages, cleared before anybody reads the pages."""
         runs = runs_of(self._marks)
