@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accelvisor.hypervisor import binding
+from accelvisor.hypervisor import binding, rewrite
 from accelvisor.hypervisor.port import Job, MigrateRequest
 from accelvisor.limits import MIB
 
@@ -14,13 +14,19 @@ _PAGE = 4096
 
 
 def migrate(handle: Any, request: MigrateRequest) -> None:
-    """Peer to peer, so that it goes on when we end: libvirtd has it. Blocks until it is over."""
+    """Peer to peer, so that it goes on when we end: libvirtd has it. Blocks until it is over.
+
+    libvirt shows the running domain's XML to the other host's hook, which makes it that host's; the
+    stored one it would copy as it is.
+    """
     lv = binding.libvirt()
     flags = lv.VIR_MIGRATE_LIVE | lv.VIR_MIGRATE_PEER2PEER
     given: dict[str, object] = {}
-    if request.stored is not None:
+    if request.stored and handle.isPersistent():
         flags |= lv.VIR_MIGRATE_PERSIST_DEST | lv.VIR_MIGRATE_UNDEFINE_SOURCE
-        given[lv.VIR_MIGRATE_PARAM_PERSIST_XML] = request.stored
+        # Without SECURE the passwords would be lost.
+        stored = handle.XMLDesc(lv.VIR_DOMAIN_XML_INACTIVE | lv.VIR_DOMAIN_XML_SECURE)
+        given[lv.VIR_MIGRATE_PARAM_PERSIST_XML] = rewrite.rewrite(stored, host=request.host)
     if request.bandwidth:
         given[lv.VIR_MIGRATE_PARAM_BANDWIDTH] = max(1, request.bandwidth // MIB)
     if request.downtime_ms:

@@ -118,14 +118,16 @@ class MigrateRequest:
 
     Attributes:
         uri: of the other host's libvirt, as this host reaches it.
-        stored: the definition to be stored there, and no more here; None to leave it here.
+        host: UUID of the other host, which will own the functions.
+        stored: the definition moves along: it is stored there and no more here.
         bandwidth: of QEMU's own stream, bytes a second; 0 for no limit.
         downtime_ms: what QEMU aims at; 0 for its own default.
     """
 
     domain: str
     uri: str
-    stored: str | None = None
+    host: str = ""
+    stored: bool = True
     bandwidth: int = 0
     downtime_ms: int = 0
 
