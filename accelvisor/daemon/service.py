@@ -17,6 +17,7 @@ from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions
 from accelvisor.daemon.moving.host import MovingHost
+from accelvisor.daemon.moving.operator import Operator
 from accelvisor.daemon.moving.service import MovingMethods
 from accelvisor.daemon.reconcile import View
 from accelvisor.errors import NotFoundError, UsageError
@@ -69,6 +70,8 @@ class AdminService(MovingMethods):
     def use(self, moving: MovingHost) -> None:
         """What moves functions; it comes up after this is made."""
         self._moving = moving
+        uri = moving.config.libvirt_uri
+        self._operator = Operator(moving, self._links, uri)
 
     # --- the host --------------------------------------------------------------------------------
 

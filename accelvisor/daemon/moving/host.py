@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 from uuid import UUID
 
-from accelvisor.daemon.config import Config
+from accelvisor.daemon.config import Config, MigrationConfig
 from accelvisor.daemon.functions import Functions
 from accelvisor.daemon.moving import orders
 from accelvisor.daemon.moving.destination import DestinationMove
@@ -89,6 +89,11 @@ class MovingHost:
     def __init__(self, around: Around) -> None:
         self._around = around
         self._undo = AsyncExitStack()
+
+    @property
+    def config(self) -> MigrationConfig:
+        """Of this host."""
+        return self._around.config.migration
 
     async def start(self) -> None:
         """Come up; what was begun before a restart goes on. Undone when it fails."""

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
+from accelvisor.daemon.moving.draining import Drain
+from accelvisor.daemon.moving.facts import Wish
 from accelvisor.daemon.moving.host import MovingHost
 from accelvisor.daemon.moving.keys import Keys
-from accelvisor.errors import DataError
+from accelvisor.daemon.moving.operator import Operator
+from accelvisor.errors import DataError, UsageError
 from accelvisor.frames.trust import Host
+
+#: As [migration] downtime_ms.
+MOST_DOWNTIME_MS = 60_000
+_STEP: dict[str, Any] = {"plan": None, "progress": None, "report": None}
 
 
 class MovingMethods:
     """A part of :class:`accelvisor.daemon.service.AdminService`."""
 
     _moving: MovingHost
+    _operator: Operator
 
     # --- the hook ---------------------------------------------------------------------------------
 
@@ -31,6 +41,47 @@ class MovingMethods:
     async def domain_gone(self, domain_uuid: str, reason: str) -> dict[str, Any]:
         await self._moving.gone(domain_uuid, reason)
         return {}
+
+    # --- operators --------------------------------------------------------------------------------
+
+    async def migrate(
+        self,
+        domain: str,
+        host: str,
+        uri: str | None = None,
+        dry_run: bool | None = None,
+        downtime_ms: int | None = None,
+        bandwidth: int | None = None,
+        transient: bool | None = None,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        if downtime_ms is not None and not 1 <= downtime_ms <= MOST_DOWNTIME_MS:
+            raise UsageError(f"downtime_ms is 1 to {MOST_DOWNTIME_MS}", where="admin")
+        if (bandwidth or 0) < 0:
+            raise UsageError("bandwidth is not negative", where="admin")
+        wish = Wish(
+            domain, host, uri or "", (downtime_ms or 0) / 1000, bandwidth or 0, not transient
+        )
+        async with aclosing(self._operator.migrate(wish, dry_run=bool(dry_run))) as steps:
+            async for step in steps:
+                yield _STEP | step
+
+    async def cancel_migration(self, domain: str) -> dict[str, Any]:
+        await self._operator.cancel(domain)
+        return {}
+
+    async def list_migrations(self) -> dict[str, Any]:
+        return {"migrations": await self._operator.history()}
+
+    async def get_migration(self, id: str) -> dict[str, Any]:
+        return {"migration": await self._operator.find(id)}
+
+    async def drain_host(
+        self, to: list[str] | None = None, uri: str | None = None, dry_run: bool | None = None
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        drain = Drain(self._operator, self._moving, to or (), uri or "")
+        async with aclosing(drain.run(dry_run=bool(dry_run))) as steps:
+            async for step in steps:
+                yield {"domain": None, "stay": None, **_STEP, **step}
 
     # --- trust ------------------------------------------------------------------------------------
 

@@ -126,6 +126,8 @@ class SourceMove:
         self.domain_name = ""
         target = services.targets.get(asked.domain, services.settings.downtime_s)
         self.pace = Pace(target)
+        #: What the first round has to send.
+        self.state_bytes = 0
         #: Of a move that is known from the journal alone.
         self.record_parts: tuple[wire.Part, ...] = ()
         #: The functions that nobody else may act on because of this move.
@@ -209,6 +211,16 @@ class SourceMove:
         )
         services.fault(f"source:{action.state}")
 
+    @property
+    def cancellable(self) -> bool:
+        """Whether a cancel would be carried out now."""
+        return isinstance(source.answer(self.driver.state, Event.CANCEL), actions.Move)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Of payload so far, all rounds and functions."""
+        return max(self._sent(), self.pace.sent_bytes)
+
     def _reason(self) -> str:
         """Why it was given up, if it was."""
         error = self.driver.error
@@ -291,6 +303,7 @@ class SourceMove:
         said = documents.described(await orders.order(paths.control_socket, "describe"))
         given = await orders.order(paths.holder_socket, "lend", expected=4)
         lent = Lent(given.fds, function.memory_bytes, function.window_bytes)
+        self.state_bytes += await asyncio.to_thread(lent.held_bytes)
         epoch = await services.owners.next_epoch(function.uuid)
         sections: dict[int, int] = {
             Kind.FUNCTION: LIMITS.manifest_bytes,
