@@ -1,5 +1,5 @@
 """accelctl: the command. Exit codes: 0 done, 1 refused or failed, 2 usage, 3 daemon not reachable,
-4 permission."""
+4 permission, 5 a migration would not converge, 6 a verification failed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelvisor.cli.commands import COMMANDS, Session
 from accelvisor.control import admin
 from accelvisor.errors import AccelvisorError, PermissionDenied, UsageError
 
-DONE, FAILED, USAGE, UNREACHABLE, DENIED = 0, 1, 2, 3, 4
+DONE, FAILED, USAGE, UNREACHABLE, DENIED, UNCONVERGED, UNVERIFIED = 0, 1, 2, 3, 4, 5, 6
 _UNREACHABLE_CODES = ("daemon-unreachable", "daemon-deadline")
 
 
@@ -55,6 +55,10 @@ def exit_code(error: AccelvisorError) -> int:
     """Which exit code an error has."""
     if error.code in _UNREACHABLE_CODES:
         return UNREACHABLE
+    if error.code == "migration-convergence":
+        return UNCONVERGED
+    if error.code.startswith(("frame-", "status-")):
+        return UNVERIFIED
     if isinstance(error, PermissionDenied):
         return DENIED
     return USAGE if isinstance(error, UsageError) else FAILED

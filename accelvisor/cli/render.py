@@ -29,6 +29,15 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
+def duration(seconds: float) -> str:
+    """A length of time with two or three digits."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    return f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
 def moment(seconds: float) -> str:
     """Seconds since 1970 as local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

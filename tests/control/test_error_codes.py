@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accelvisor.cli.main import exit_code
-from accelvisor.errors import AccelvisorError
+from accelvisor.errors import AccelvisorError, ConflictError, DataError
 
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
@@ -81,7 +81,11 @@ def test_exit_codes_are_as_documented() -> None:
         if kind.__module__ != "accelvisor.errors":
             continue
         name = kind.__name__
-        expected = {"UsageError": 2, "PermissionDenied": 4}.get(name, 1)
+        expected = {"UsageError": 2, "PermissionDenied": 4, "FrameRefused": 6}.get(name, 1)
         assert exit_code(kind("x")) == expected, name
         assert exit_code(kind("x", code="daemon-unreachable")) == 3
         assert exit_code(kind("x", code="daemon-deadline")) == 3
+    # And those of verification, which come from the daemon as plain data errors.
+    assert exit_code(DataError("x", code="frame-root")) == 6
+    assert exit_code(DataError("x", code="status-digest")) == 6
+    assert exit_code(ConflictError("x", code="migration-convergence")) == 5
