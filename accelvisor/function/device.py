@@ -182,7 +182,9 @@ class Device:
         that is loaded next. Takes ownership of ``fd``.
         """
         self.memory.replace(mmap.mmap(fd, self.spec.memory_bytes))
-        self.memory_fd = fd
+        # Under the old number: the old memory is let go, and whoever owns the number still does.
+        os.dup2(fd, self.memory_fd, inheritable=False)
+        os.close(fd)
 
     # --- a client comes and goes ------------------------------------------------------------------
 

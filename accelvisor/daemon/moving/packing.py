@@ -214,6 +214,9 @@ def require_zstd(wanted: bool) -> None:
 def _chunks(what: Content, zstd: bool) -> Iterator[tuple[chunks.Header, Buffer]]:
     index = 0
     for kind, offset, view in what.pieces:
-        for header, payload in chunks.cut(kind, view, index=index, offset=offset, zstd=zstd):
+        cut = chunks.cut(
+            kind, view, index=index, offset=offset, size=LIMITS.chunk_bytes, zstd=zstd
+        )
+        for header, payload in cut:
             yield header, payload
             index += 1

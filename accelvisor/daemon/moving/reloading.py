@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 
 from accelvisor.daemon.moving import documents
 from accelvisor.daemon.moving.capture import Link
-from accelvisor.daemon.moving.lent import Lent
+from accelvisor.daemon.moving.lent import Lent, Piece
 from accelvisor.daemon.moving.orders import ask
 from accelvisor.daemon.moving.staged import Staged
 from accelvisor.daemon.moving.unpacking import Unpacked
@@ -33,7 +34,7 @@ class _Old:
     """What the function was before."""
 
     section: bytes
-    window: bytes
+    window: list[Piece]
     lent: Lent
 
     def staged(self, function: Function) -> Staged:
@@ -46,12 +47,11 @@ class _Old:
         }
         staged = Staged(sizes)
         staged.views[Kind.STATE][:] = self.section
-        staged.views[Kind.WINDOW][:] = self.window
         staged.views[Kind.EXTENTS][:] = ram.NOTHING
-        for piece in self.lent.everything():
-            if piece.kind is Kind.MEMORY:
-                end = piece.offset + len(piece.view)
-                staged.views[Kind.MEMORY][piece.offset : end] = piece.view
+        memory = (piece for piece in self.lent.everything() if piece.kind is Kind.MEMORY)
+        for piece in chain(self.window, memory):
+            end = piece.offset + len(piece.view)
+            staged.views[piece.kind][piece.offset : end] = piece.view
         staged.finish(sizes)
         return staged
 
@@ -144,10 +144,7 @@ class Reloading:
 
     def _keep(self) -> _Old:
         lent, _, _ = self.link.lend(self.function)
-        window = bytearray(self.function.window_bytes)
-        for piece in lent.window_changes():
-            window[piece.offset : piece.offset + len(piece.view)] = piece.view
-        return _Old(lent.section(), bytes(window), lent)
+        return _Old(lent.section(), list(lent.window_changes()), lent)
 
 
 def _require_firmware(state: Unpacked, here: documents.FunctionFrame) -> None:

@@ -7,7 +7,9 @@ them); what is compressed or encrypted waits as it is stored.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO, TypeAlias, cast
@@ -19,7 +21,7 @@ from accelvisor.daemon.moving.lent import PAGE
 from accelvisor.daemon.moving.staged import Staged
 from accelvisor.errors import ConflictError, FrameRefused, StateError
 from accelvisor.frames.chain import check_chain
-from accelvisor.frames.chunks import Buffer, Coding, Header, Kind, expand
+from accelvisor.frames.chunks import Buffer, Coding, Header, Kind, expand, leaf_hash
 from accelvisor.frames.container import Readable, Reader
 from accelvisor.frames.identity import Identity
 from accelvisor.frames.manifest import Manifest
@@ -34,6 +36,8 @@ from accelvisor.function.track import runs_of
 _CONTINUED = (Kind.WINDOW, Kind.MEMORY)
 
 
+#: What a function is given, in the order of :meth:`Staged.descriptors`.
+_LOADED = (Kind.STATE, Kind.WINDOW, Kind.MEMORY, Kind.EXTENTS)
 #: Opens a file, anew each time.
 Opening: TypeAlias = Callable[[], AbstractContextManager[BinaryIO]]
 
@@ -51,6 +55,7 @@ class Place:
 
     def __init__(self, sizes: dict[int, int]) -> None:
         self.staged = Staged(sizes)
+        self._fds: dict[int, int] = dict(zip(_LOADED, self.staged.descriptors(), strict=True))
         self._touched = {
             kind: np.zeros(-(-nbytes // PAGE), np.uint8) for kind, nbytes in sizes.items()
         }
@@ -62,7 +67,15 @@ class Place:
         if header.coding == Coding.ZEROS and not touched.any():
             return
         touched[:] = 1
-        self.staged.views[header.kind][low:high] = expand(header, payload)
+        data = expand(header, payload)
+        fd = self._fds.get(header.kind)
+        if fd is None:
+            self.staged.views[header.kind][low:high] = data
+            return
+        # Fresh pages: a write makes them at half the price of touching them.
+        while data:
+            count = os.pwrite(fd, data, low)
+            low, data = low + count, memoryview(data)[count:]
 
     def pieces(self) -> Iterator[tuple[Kind, int, memoryview]]:
         """(kind, offset, bytes) of what was put there, in the order of a checkpoint."""
@@ -130,6 +143,13 @@ class _Waiting:
         self._waiting = []
 
 
+class _Elsewhere:
+    """Staging of a receiver whose chunks are put into their place beside it."""
+
+    def write(self, header: Header, payload: Buffer) -> None:
+        """It is being done."""
+
+
 def unpack(links: Sequence[Link], identity: Identity) -> Unpacked:
     """Verify a chain and take it out. Blocks.
 
@@ -180,12 +200,19 @@ def _take(
 ) -> tuple[Verified, _Waiting]:
     """Steps 6 and 7."""
     waiting = _Waiting(opened.statement, place, tuple(Kind) if last else _CONTINUED)
-    receiver = Receiver(verifier, opened, waiting)
+    receiver = Receiver(verifier, opened, _Elsewhere())
     try:
         for kind in _CONTINUED:
             _require_room(opened.statement, place, kind)
-        for header, payload in reader.chunks(receiver, opened.statement.chunks):
-            receiver.take(header, payload)
+        with ThreadPoolExecutor(1, thread_name_prefix="leaves") as pool:
+            for header, payload in reader.chunks(receiver, opened.statement.chunks):
+                # Hashing and placing cost the same: one is done beside the other.
+                leaf = pool.submit(leaf_hash, header.pack(), payload)
+                try:
+                    waiting.write(header, payload)
+                finally:
+                    hashed = leaf.result()
+                receiver.take(header, payload, hashed)
     except FrameRefused as error:
         receiver.fail(error)
     return receiver.finish(), waiting

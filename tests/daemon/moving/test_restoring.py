@@ -227,3 +227,20 @@ def test_a_refused_one_is_in_the_audit_trail_before_the_caller_hears_of_it(
     with pytest.raises(FrameRefused) as caught:
         asyncio.run(here.points.restore(entry.name))
     assert here.audited() == [caught.value.code]
+
+
+def test_restoring_again_and_again_keeps_no_old_memory(
+    here: Host, one: tuple[Process, Function]
+) -> None:
+    process, found = one
+    entry = asyncio.run(here.points.create(found.uuid))
+
+    def held() -> tuple[int, int]:
+        holder = call(process.spec.holder_socket, "status")["open_descriptors"]
+        return holder, call(process.spec.control_socket, "status")["open_descriptors"]
+
+    asyncio.run(here.points.restore(entry.name))
+    before = held()
+    for _ in range(3):
+        asyncio.run(here.points.restore(entry.name))
+    assert held() == before
