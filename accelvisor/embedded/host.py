@@ -37,6 +37,9 @@ class EmbeddedHost:
         listen: host:port where other hosts reach this one; empty: nowhere.
     """
 
+    #: What is run as the daemon.
+    module = "accelvisor.daemon.main"
+
     def __init__(
         self,
         config: str = "",
@@ -105,11 +108,16 @@ class EmbeddedHost:
             raise UnavailableError("the daemon is not running", where="embedded")
         return self._daemon.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether the daemon runs."""
+        return self._daemon is not None and self._daemon.poll() is None
+
     def start(self) -> None:
         """Start the daemon and wait until it serves."""
         with (self.directory / "accelvisord.log").open("ab") as log:
             self._daemon = subprocess.Popen(
-                [sys.executable, "-m", "accelvisor.daemon.main"],
+                [sys.executable, "-m", self.module],
                 env={**os.environ, **self.environment},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid as uuids
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +67,11 @@ class EmbeddedVm:
         self._end(self.transports, self.machine)
 
     def migrate(
-        self, target: EmbeddedHost, *, before_stop: Callable[[], None] = lambda: None
+        self,
+        target: EmbeddedHost,
+        *,
+        before_stop: Callable[[], None] = lambda: None,
+        at_stop: Callable[[], None] = lambda: None,
     ) -> Moved:
         """Move to another host while the guest computes. When it is refused, the VM goes on here.
 
@@ -75,6 +80,7 @@ class EmbeddedVm:
 
         Args:
             before_stop: called when the guest is about to stop.
+            at_stop: called when it has stopped.
 
         Raises:
             AccelvisorError: why it stays where it is.
@@ -90,6 +96,7 @@ class EmbeddedVm:
                     for uuid, transport in self.transports.items():
                         transports[uuid].ram[:] = transport.ram
                     with self.cpu:
+                        at_stop()
                         stopped = time.monotonic()
                         self._switch(transports, machine)
                         ended = time.monotonic()
@@ -97,14 +104,18 @@ class EmbeddedVm:
                     self._end(transports, machine)
                     raise
             except AccelvisorError:
-                admin.call("DomainGone", {"domain_uuid": self.uuid, "reason": "failed"})
+                self._tell_gone(target, "failed")
                 raise
         gone, source = self.machine, self.host
         self.machine, self.host = machine, target
         self._end(transports, gone)  # the transports have changed roles
-        with source.admin() as admin:
-            admin.call("DomainGone", {"domain_uuid": self.uuid, "reason": "migrated"})
+        self._tell_gone(source, "migrated")
         return Moved(ended - stopped, time.monotonic() - began)
+
+    def _tell_gone(self, host: EmbeddedHost, reason: str) -> None:
+        """As libvirt's hook: best effort, the daemon may be the one that is gone."""
+        with suppress(AccelvisorError), host.admin() as admin:
+            admin.call("DomainGone", {"domain_uuid": self.uuid, "reason": reason})
 
     def _switch(self, transports: dict[str, ClientTransport], machine: Machine) -> None:
         self.machine.stop()

@@ -143,6 +143,7 @@ class Moves:
         except BaseException as error:
             if isinstance(error, AccelvisorError):
                 move.driver.error = error
+            move.left = True  # no QEMU will be started for it
             if move.driver.state is destination.State.START:
                 # Nobody was asked for anything: there is no move.
                 del self.destinations[id_]
