@@ -12,8 +12,11 @@ from pathlib import Path
 
 from benchmarks.record import Record, table
 
-#: group -> module with ``run(quick: bool) -> Iterable[Record]``
-GROUPS = {"device": "benchmarks.device", "migration": "benchmarks.migration"}
+#: group -> modules with ``run(quick: bool) -> Iterable[Record]``
+GROUPS = {
+    "device": ("benchmarks.device",),
+    "migration": ("benchmarks.migration", "benchmarks.checkpoint"),
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,9 +31,10 @@ def main(argv: list[str] | None = None) -> int:
     _lift_blas_settings()
     records: list[Record] = []
     for group in options.group or GROUPS:
-        for record in importlib.import_module(GROUPS[group]).run(options.quick):
-            print(f"  {record.group}: {record.name} ...", file=sys.stderr)
-            records.append(record)
+        for module in GROUPS[group]:
+            for record in importlib.import_module(module).run(options.quick):
+                print(f"  {record.group}: {record.name} ...", file=sys.stderr)
+                records.append(record)
     print(table(records))
     if options.json:
         document = {"machine": _machine(), "records": [r.to_dict() for r in records]}
