@@ -20,6 +20,7 @@ from accelvisor.daemon import admission
 from accelvisor.daemon.inventory import Profile
 from accelvisor.daemon.moving import documents, orders
 from accelvisor.daemon.moving.driver import Driver, in_thread
+from accelvisor.daemon.moving.evidence import FunctionNonces
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.moving.source import Peer, Record
 from accelvisor.daemon.moving.staged import Staged
@@ -305,7 +306,7 @@ class DestinationMove:
             ),
             clock_ns=services.clock_ns,
             audit=services.audit,
-            used=services.nonces,
+            used=FunctionNonces(services.nonces, offered.function),
         )
         opened = verifier.open_offer(envelope)
         said = opened.statement

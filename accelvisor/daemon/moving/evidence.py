@@ -6,6 +6,7 @@ that it tells of is raised. A record that a crash cut short is cut off at the ne
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 import threading
@@ -15,6 +16,7 @@ from pathlib import Path
 from accelvisor.errors import SystemFailure
 from accelvisor.frames import audit
 from accelvisor.frames.audit import Event, Head
+from accelvisor.frames.verify import UsedNonces
 
 
 class AuditFile:
@@ -103,6 +105,25 @@ class Nonces:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+
+class FunctionNonces:
+    """Nonces of one function: a move has one nonce, which each of its functions may use once."""
+
+    def __init__(self, nonces: UsedNonces, function: str) -> None:
+        self._nonces = nonces
+        self._function = function.encode()
+
+    def seen(self, nonce: bytes) -> bool:
+        """Whether the function used it."""
+        return self._nonces.seen(self._own(nonce))
+
+    def use(self, nonce: bytes, until_ns: int) -> bool:
+        """Use it up; False when the function used it before."""
+        return self._nonces.use(self._own(nonce), until_ns)
+
+    def _own(self, nonce: bytes) -> bytes:
+        return hashlib.sha256(nonce + self._function).digest()
 
 
 def _failed(path: Path, error: Exception) -> SystemFailure:
