@@ -79,7 +79,7 @@ class Bars:
         self._bars.update(
             self._functions,
             total=progress["state_bytes"] or None,
-            completed=min(progress["sent_bytes"], progress["state_bytes"]),
+            completed=min(progress["copied_bytes"], progress["state_bytes"]),
             words=", ".join(functions),
         )
         memory = f"pass {progress['memory_round']}" if progress["memory_round"] else ""
@@ -109,7 +109,8 @@ def facts(progress: Mapping[str, Any]) -> str:
     """What a plain line says."""
     words = []
     if progress["state_bytes"]:
-        words.append(f"functions {size(progress['sent_bytes'])} of {size(progress['state_bytes'])}")
+        copied = min(progress["copied_bytes"], progress["state_bytes"])
+        words.append(f"functions {size(copied)} of {size(progress['state_bytes'])}")
     if progress["round"]:
         words.append(f"round {progress['round']}")
     if progress["rate"]:

@@ -26,7 +26,7 @@ def init(session: Session) -> int:
         "to let two hosts trust each other: accelctl trust invite on one of them,",
         "then accelctl trust join CODE on the other, with the code that the first one printed",
     ]
-    session.show(reply, lambda: "\n".join([_own(trust), "", *steps]))
+    session.show(reply, lambda: "\n".join([render.fields(_own(trust)), "", *steps]))
     return 0
 
 
@@ -122,15 +122,13 @@ def import_(session: Session) -> int:
     return 0
 
 
-def _own(trust: Mapping[str, Any]) -> str:
+def _own(trust: Mapping[str, Any]) -> list[tuple[str, str]]:
     mine = _mine(trust)
-    return render.fields(
-        [
-            ("host", f"{mine['name']} ({trust['host']})" if mine else str(trust["host"])),
-            ("address", str(mine["address"]) if mine else "-"),
-            ("key", str(trust["key"])),
-        ]
-    )
+    return [
+        ("host", f"{mine['name']} ({trust['host']})" if mine else str(trust["host"])),
+        ("address", str(mine["address"]) if mine else "-"),
+        ("key", str(trust["key"])),
+    ]
 
 
 def _mine(trust: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -143,6 +141,7 @@ def _trust(trust: Mapping[str, Any]) -> str:
     signs = "this host alone" if trust["own_roots"] else count
     text = render.fields(
         [
+            *_own(trust),
             ("document", f"version {trust['version']}, signed by {signs}"),
             ("roots", "\n".join(roots)),
             ("signatures", f"{trust['manifest_threshold']} for each checkpoint"),
@@ -165,4 +164,4 @@ def _trust(trust: Mapping[str, Any]) -> str:
     table = render.table(rows, "no other host is trusted; accelctl trust invite makes a join code")
     if _mine(trust) is None:
         table += "\nthis host itself is not in the document: no other host takes what it signs"
-    return f"{_own(trust)}\n{text}\n\n{table}"
+    return f"{text}\n\n{table}"

@@ -221,6 +221,12 @@ class SourceMove:
         """Of payload so far, all rounds and functions."""
         return max(self._sent(), self.pace.sent_bytes)
 
+    @property
+    def copied_bytes(self) -> int:
+        """What that stands for: zeros are not sent."""
+        covered = sum(part.sender.progress.covered for part in self.parts)
+        return covered if self.parts else self.state_bytes
+
     def _reason(self) -> str:
         """Why it was given up, if it was."""
         error = self.driver.error

@@ -76,6 +76,7 @@ def progress(running: Running) -> dict[str, Any]:
         "phase": running.phase,
         "seconds": running.seconds,
         "sent_bytes": 0,
+        "copied_bytes": 0,
         "state_bytes": 0,
         "rate": 0.0,
         "dirty_rate": 0.0,
@@ -93,6 +94,7 @@ def progress(running: Running) -> dict[str, Any]:
         measured = move.pace.measured
         found |= {
             "sent_bytes": move.sent_bytes,
+            "copied_bytes": move.copied_bytes,
             "state_bytes": move.state_bytes,
             "rate": measured.bandwidth if measured else 0.0,
             "dirty_rate": measured.dirty_rate if measured else 0.0,
