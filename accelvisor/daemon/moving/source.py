@@ -24,10 +24,9 @@ from accelvisor.frames.chunks import Kind
 from accelvisor.frames.merkle import Merkle
 from accelvisor.function.moving import SECTION_BYTES
 from accelvisor.limits import LIMITS
-from accelvisor.migration import actions, source
+from accelvisor.migration import actions, convergence, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.channel import Channel
-from accelvisor.migration.convergence import Verdict
 from accelvisor.migration.ledger import Transfer
 from accelvisor.migration.sender import Sender
 from accelvisor.migration.source import Event, State
@@ -398,9 +397,9 @@ class SourceMove:
         """
         dirty = sum(part.lent.dirty_bytes() for part in self.parts)
         verdict = self.pace.end(self._sent(), dirty)
-        if verdict is Verdict.THROTTLE:
+        if verdict is convergence.Verdict.THROTTLE:
             await self._throttle(self.pace.throttle)
-        elif verdict is Verdict.GIVE_UP:
+        elif verdict is convergence.Verdict.GIVE_UP:
             raise ConflictError(
                 "the functions change their memory faster than it can be sent:"
                 f" {dirty >> 20} MiB are left after {self.pace.rounds} rounds",
