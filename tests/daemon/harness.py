@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
 import sys
 import threading
@@ -31,6 +32,8 @@ from accelvisor.hypervisor.port import (
     DomainEventKind,
     DomainOptions,
     DomainState,
+    Job,
+    MigrateRequest,
 )
 from accelvisor.hypervisor.xml import prepare
 
@@ -43,6 +46,9 @@ class FakeDomains:
     def __init__(self) -> None:
         self.domains: dict[str, Domain] = {}
         self.calls: list[str] = []
+        #: The domains whose migration is in progress, and how it is to end (None: well).
+        self.migrating: queue.Queue[str] = queue.Queue()
+        self.end_migration: queue.Queue[AccelvisorError | None] = queue.Queue()
         self._callbacks: list[Callable[[DomainEvent], None]] = []
         self._lock = threading.Lock()
 
@@ -133,6 +139,29 @@ class FakeDomains:
     def reset(self, domain: str) -> Domain:
         return self._change(domain, DomainEventKind.REBOOTED)
 
+    def migrate(self, request: MigrateRequest) -> None:
+        """Until the test says how it ends: with :attr:`end_migration`, or by a cancel."""
+        self.calls.append(f"migrate {request.uri}")
+        found = self.get(request.domain)
+        self.migrating.put(found.name)
+        error = self.end_migration.get(timeout=30)
+        self.migrating.get()
+        if error is not None:
+            raise error
+        del self.domains[found.name]
+        self._tell(DomainEventKind.STOPPED, found)
+
+    def migrate_cancel(self, domain: str) -> None:
+        self.calls.append("migrate_cancel")
+        if self.migrating.empty():
+            raise ConflictError("no job is active", code="domain-state")
+        self.end_migration.put(ConflictError("canceled", code="migration-cancelled"))
+
+    def job(self, domain: str) -> Job | None:
+        if self.migrating.empty():
+            return None
+        return Job(1.0, 100 << 20, 40 << 20, 60 << 20, 30e6, 1e6, 2, 0.3)
+
     def attach(self, request: AttachRequest) -> Attachment:
         self.calls.append(f"attach {request}")
         found = self.get(request.domain)
@@ -221,6 +250,18 @@ class Harness:
                     raise
                 admin.interface().check_reply(member, reply)
                 return reply
+
+        return await asyncio.to_thread(work)
+
+    async def stream(self, member: str, **parameters: Any) -> list[dict[str, Any]]:
+        """All replies of a call with ``more``, checked as those of :meth:`call`."""
+
+        def work() -> list[dict[str, Any]]:
+            with AdminClient(str(self.paths.admin_socket)) as client:
+                replies = list(client.stream(member, parameters))
+            for reply in replies:
+                admin.interface().check_reply(member, reply)
+            return replies
 
         return await asyncio.to_thread(work)
 

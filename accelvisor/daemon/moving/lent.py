@@ -112,9 +112,10 @@ class Lent:
         return int(np.count_nonzero(self._marks)) * PAGE
 
     def held_bytes(self) -> int:
-        """How much there is to be sent at first: memory that has data, and the window."""
+        """How much there is to be sent at first: memory and pages of the window that have data."""
         ranges = data_ranges(self._fds[2], 0, self._memory.nbytes)
-        return sum(high - low for low, high in ranges) + self._window.nbytes
+        window = np.count_nonzero(self._window.reshape(-1, PAGE // 8).any(axis=1)) * PAGE
+        return sum(high - low for low, high in ranges) + int(window)
 
     def take_marks(self) -> list[tuple[int, int]]:
         """Runs of marked pages, cleared before anybody reads the pages."""

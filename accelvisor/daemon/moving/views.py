@@ -12,8 +12,9 @@ import msgspec
 from accelvisor.daemon.moving.facts import Looked
 from accelvisor.daemon.moving.journal import Row
 from accelvisor.daemon.moving.planner import Plan
-from accelvisor.daemon.moving.source import Record
+from accelvisor.daemon.moving.source import Record, SourceMove
 from accelvisor.frames.trust import Host
+from accelvisor.hypervisor.port import Job
 from accelvisor.migration import destination, source
 
 if TYPE_CHECKING:
@@ -100,13 +101,16 @@ def progress(running: Running) -> dict[str, Any]:
             "dirty_rate": measured.dirty_rate if measured else 0.0,
             "round": move.pace.rounds,
             "throttle": move.pace.throttle,
-            "time_left": _time_left(move.pace.time_left(), job),
+            "time_left": _time_left(move, job),
         }
     return found
 
 
-def _time_left(ours: float | None, job: Any) -> float | None:
-    """Both parts must be done; None while nobody knows."""
+def _time_left(move: SourceMove, job: Job | None) -> float | None:
+    """Until both parts are done; None while nobody knows, and when it is only a matter of steps."""
+    if move.driver.state is not source.State.PRECOPY:
+        return None
+    ours = move.pace.time_left()
     theirs = job.memory_left / job.rate if job is not None and job.rate else None
     known = [seconds for seconds in (ours, theirs) if seconds is not None]
     return max(known) if known else None
