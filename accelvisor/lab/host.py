@@ -50,6 +50,10 @@ class LabHost:
         """Whether it still runs."""
         return self._record.leader is not None and self._record.leader.alive()
 
+    def plug(self, connected: bool) -> None:
+        """Plug its network cable in, or pull it."""
+        network.plug(self._place.lab, self._place.index, connected=connected)
+
     def enter(self, argv: Sequence[str], env: Mapping[str, str] | None = None) -> list[str]:
         """The command of this machine that runs ``argv`` inside the host."""
         if self._record.leader is None or not self._record.leader.alive():

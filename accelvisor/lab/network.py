@@ -79,6 +79,16 @@ def connect_host(lab: str, index: int) -> None:
     _inside(name, configure)
 
 
+def plug(lab: str, index: int, *, connected: bool) -> None:
+    """Plug a host's cable into the switch, or pull it: no packet comes or goes, and nobody is told.
+    """
+
+    def configure(links: IPRoute) -> None:
+        links.link("set", index=_index(links, f"host{index}"), state="up" if connected else "down")
+
+    _inside(_switch(lab), configure)
+
+
 def remove(lab: str) -> None:
     """Take away every namespace of this lab; interfaces go with the namespaces they are in."""
     for path in namespaces(lab):

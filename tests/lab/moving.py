@@ -8,35 +8,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelvisor.errors import AccelvisorError
 from accelvisor.lab import Guest, LabHost
 from tests.lab.user import accelctl, define, seen, start
 
 HERE = Path(__file__).parent
 DIGITS = HERE.parents[1] / "fixtures" / "digits" / "digits.npz"
-ADMIN = "/run/accelvisor/admin"
 PORT = 16519
-
-
-def call(host: LabHost, method: str, *, check: bool = True, **parameters: Any) -> dict[str, Any]:
-    """One method of accelvisord's; with ``check=False`` an error's parameters."""
-    said = host.run(
-        ["varlinkctl", "call", "--json=short", ADMIN, f"io.accelvisor.Admin.{method}",
-         json.dumps(parameters)],
-        check=check,
-    )  # fmt: skip
-    return dict(json.loads(said.stdout)) if said.stdout.strip() else {"said": said.stderr}
 
 
 def trust_each_other(one: LabHost, other: LabHost) -> None:
     """One command on each; nothing happens when they do already."""
     if any(h["address"].startswith(other.address) for h in trusted(one)):
         return
-    code = call(one, "InviteHost", address=f"{one.address}:{PORT}")["code"]
-    call(other, "JoinHost", code=code)
+    code = accelctl(one, "trust", "invite", "--address", f"{one.address}:{PORT}")["code"]
+    accelctl(other, "trust", "join", code)
 
 
 def trusted(host: LabHost) -> list[dict[str, Any]]:
-    return list(call(host, "GetTrust", check=True)["trust"]["hosts"])
+    return list(accelctl(host, "trust", "show")["trust"]["hosts"])
 
 
 def functions(host: LabHost) -> dict[str, dict[str, Any]]:
@@ -49,7 +39,7 @@ def answers(host: LabHost) -> bool:
 
 
 class Training:
-    """A program in the guest that trains on one function until it is told to end."""
+    """A program in the guest that trains on one function, lap after lap."""
 
     def __init__(self, vm: MovingVm, tag: str, bdf: str = "") -> None:
         self._vm = vm
@@ -66,23 +56,14 @@ class Training:
     def goes_on(self) -> None:
         """Wait until it has done more than it had now."""
         before = self.said()["epochs"]
+        self._wait(lambda: bool(self.said()["epochs"] > before + 1), "to go on")
 
-        def more() -> bool:
-            return bool(self.said()["epochs"] > before + 1)
-
-        try:
-            self._vm.here.wait(more, deadline_s=90, what=f"{self.tag} to go on")
-        except Exception as error:
-            error.add_note(str(self._vm.guest.agent("guest-exec-status", {"pid": self._pid})))
-            raise
-
-    def end(self) -> dict[str, Any]:
-        """End it and hold its bits against the reference; returns what it said at last."""
-        guest, host = self._vm.guest, self._vm.here
+    def lap(self) -> dict[str, Any]:
+        """End the lap and hold its bits against the reference; returns what it said at its end."""
+        guest, host, laps = self._vm.guest, self._vm.here, self.said()["laps"]
         guest.run(["touch", f"/root/{self.tag}.stop"])
-        done = guest.finish(self._pid, timeout=90)
-        assert done.returncode == 0, done.stderr
-        said = self.said()
+        self._wait(lambda: bool(self.said()["laps"] > laps), "to end its lap")
+        said = dict(self.said()["last"])
         host.push(guest.pull(f"/root/{self.tag}.npz"), f"/root/{self.tag}.npz")
         for path in (HERE / "retrace.py", HERE / "trainer.py", DIGITS):
             host.push(path, f"/root/{path.name}")
@@ -92,8 +73,16 @@ class Training:
         assert found["weights"], "every weight has the bits of the unmoved run"
         assert found["compared"] == said["launches"] > 0, "no command was lost or run twice"
         assert said["bad"] == 0 < said["reads"], "no register read as zeros or ones"
+        assert said["torn"] == 0, "no byte that went by DMA was lost"
         assert said["gap_s"] < 45, "no interrupt was lost"
         return said
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        try:
+            self._vm.here.wait(condition, deadline_s=90, what=f"training {self.tag} {what}")
+        except AccelvisorError as error:
+            error.hint = str(self._vm.guest.agent("guest-exec-status", {"pid": self._pid}))
+            raise
 
 
 class MovingVm:

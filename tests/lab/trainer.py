@@ -1,19 +1,21 @@
-"""Runs in a guest: trains a network until it is told to end, and keeps every loss of every step.
+"""Runs in a guest: trains a network in laps, and keeps every loss of every step.
 
-``trainer.py TAG [BDF]``. What it says of itself is in /root/TAG.json after each epoch; it ends with
-the epoch in which /root/TAG.stop appears, its losses and weights in /root/TAG.npz. A thread
-reads the identity register meanwhile. Interrupts are trusted for a minute: a lost one is a gap that
-nobody overlooks.
+``trainer.py TAG [BDF]``. What it says of itself is in /root/TAG.json after each epoch. A lap ends
+after the epoch in which /root/TAG.stop appears: its losses and weights are in /root/TAG.npz then,
+and the next lap begins from the first weights. Somebody else reads the identity register all the
+time: a process of its own, or a thread where vfio gives the device to one process only. Interrupts
+are trusted for a minute: a lost one is a gap that nobody overlooks.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,81 +23,107 @@ import numpy as np
 
 from accelvisor.abi.registers import MAGIC, Reg
 from accelvisor.guest import models, nn
-from accelvisor.guest.discovery import discover
+from accelvisor.guest.discovery import choose, discover, select
 from accelvisor.guest.function import Function
 from accelvisor.guest.waiting import WaitPolicy
 
 DATA = Path("/root/digits.npz")
 HIDDEN, BATCH, RATE, SEED = 64, 32, 0.15, 0
+#: More than what fits into the window: it goes by DMA, out of and into the guest's memory.
+BULK = 1 << 18
 PATIENCE_S = 60.0
 
 
+class Looker:
+    """Reads a register that always has the same value; each read leaves the VM."""
+
+    def __init__(self) -> None:
+        self._shared = mmap.mmap(-1, 16)
+        self.counts = np.frombuffer(self._shared, np.int64)  # reads, bad ones
+
+    def look(self, read: Callable[[int], int]) -> None:
+        while True:
+            self.counts[1] += read(Reg.MAGIC) != MAGIC
+            self.counts[0] += 1
+            time.sleep(0.003)
+
+    def fork(self, bdf: str) -> None:
+        if os.fork() == 0:
+            self.look(discover(bdf).read32)
+
+    def thread(self, read: Callable[[int], int]) -> None:
+        threading.Thread(target=self.look, args=(read,), daemon=True).start()
+
+
 class Trainer:
-    """One training. ``said`` is what the host may read of it."""
+    """``said`` is what the host may read of it."""
 
     def __init__(self, tag: str, bdf: str | None) -> None:
         self.path = Path(f"/root/{tag}.json")
         self.stop = Path(f"/root/{tag}.stop")
         self.result = Path(f"/root/{tag}.npz")
-        self.function = Function(
-            discover(bdf), name="trainer", policy=WaitPolicy(spin_s=0.0, interrupt_s=PATIENCE_S)
-        )
-        self.said: dict[str, Any] = {"epochs": 0, "launches": 0, "reads": 0, "bad": 0, "gap_s": 0.0}
-        self.last = time.monotonic()
+        self.said: dict[str, Any] = {"laps": 0}
+        self.looker = Looker()
+        device = select(bdf)
+        alone = choose(device, None, os.environ) == "vfio"
+        if not alone:
+            self.looker.fork(device.bdf)
+        policy = WaitPolicy(spin_s=0.0, interrupt_s=PATIENCE_S)
+        self.function = Function(discover(device.bdf), name="trainer", policy=policy)
+        if alone:
+            self.looker.thread(self.function.transport.read32)
 
     def run(self) -> None:
-        threading.Thread(target=self.look, daemon=True).start()
         samples, _ = models.load_data(DATA)
         network = nn.Sequential((samples.x.shape[1], HIDDEN, int(samples.labels.max()) + 1))
         count = len(samples.x)
-        with ExitStack() as held:
-            make = self.function.tensor
-            step = nn.training_step(self.function, network, BATCH, count, RATE)
-            data, wanted = make(samples.x), make(samples.labels)
-            weights = [make(w) for w in network.initial(SEED)]
-            rows = self.function.empty((count // BATCH, BATCH), "int64")
-            losses = self.function.empty((count // BATCH,))
-            runs = [
-                held.enter_context(step.bind(data, wanted, rows[i], *weights, out=losses[i]))
-                for i in range(count // BATCH)
-            ]
-            every = []
-            self.last = time.monotonic()
-            while not self.stop.exists():
-                rows.copy_(nn.order(count, BATCH, self.said["epochs"], SEED))
-                for one in runs:
-                    one.launch().result()
-                    self.completed()
-                every.append(losses.numpy().copy())
-                self.said["epochs"] += 1
-                self.tell()
-            np.savez(
-                self.result,
-                losses=np.concatenate(every),
-                **{f"p{i}": w.numpy() for i, w in enumerate(weights)},
-            )
-        self.said["done"] = True
-        self.tell()
-        self.function.close()
+        make = self.function.tensor
+        step = nn.training_step(self.function, network, BATCH, count, RATE)
+        data, wanted = make(samples.x), make(samples.labels)
+        weights = [make(w) for w in network.initial(SEED)]
+        rows = self.function.empty((count // BATCH, BATCH), "int64")
+        losses = self.function.empty((count // BATCH,))
+        runs = [
+            step.bind(data, wanted, rows[i], *weights, out=losses[i]) for i in range(count // BATCH)
+        ]
+        self.bulk = make(np.zeros(BULK, np.int32))
+        while True:
+            for weight, first in zip(weights, network.initial(SEED), strict=True):
+                weight.copy_(first)
+            found = self.lap(rows, losses, runs, count)
+            named = {f"p{i}": w.numpy() for i, w in enumerate(weights)}
+            np.savez(self.result, losses=found, **named)
+            self.said["laps"] += 1
+            self.said["last"] = {k: v for k, v in self.said.items() if k != "last"}
+            self.stop.unlink()
+            self.tell()
 
-    def completed(self) -> None:
-        now = time.monotonic()
-        self.said["launches"] += 1
-        self.said["gap_s"] = max(self.said["gap_s"], now - self.last)
-        self.last = now
+    def lap(self, rows: Any, losses: Any, runs: list[Any], count: int) -> Any:
+        """Train until told to end; all losses in order."""
+        self.said.update(epochs=0, launches=0, torn=0, gap_s=0.0)
+        every = []
+        last = time.monotonic()
+        while not every or not self.stop.exists():
+            rows.copy_(nn.order(count, BATCH, self.said["epochs"], SEED))
+            for run in runs:
+                run.launch().result()
+                now = time.monotonic()
+                self.said["launches"] += 1
+                self.said["gap_s"] = max(self.said["gap_s"], now - last)
+                last = now
+            every.append(losses.numpy().copy())
+            sent = np.arange(BULK, dtype=np.int32) * self.said["epochs"]
+            self.bulk.copy_(sent)
+            self.said["torn"] += not np.array_equal(self.bulk.numpy(), sent)
+            self.said["epochs"] += 1
+            self.tell()
+        return np.concatenate(every)
 
     def tell(self) -> None:
+        self.said["reads"], self.said["bad"] = self.looker.counts.tolist()
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(self.said))
         os.rename(new, self.path)
-
-    def look(self) -> None:
-        """Each read leaves the VM and is answered by the function: zeros or ones are no answer."""
-        read = self.function.transport.read32
-        while True:
-            self.said["bad"] += read(Reg.MAGIC) != MAGIC
-            self.said["reads"] += 1
-            time.sleep(0.003)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,361 @@
+"""Plain ``virsh migrate --live`` and the real daemons: a VM moves with its functions, or stays.
+
+The tests share one VM that trains on its function, on whichever host the last one left it. Each is
+a lap of the training, at whose end every loss and weight must have the bits of the same training
+without a device: whatever was moved, refused, killed or cut meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from xml.etree import ElementTree
+
+import pytest
+
+from accelvisor.lab import LabHost, Laboratory
+from tests.lab.moving import MovingVm, Training, answers, functions, trust_each_other, trusted
+from tests.lab.user import accelctl
+
+Hosts = tuple[LabHost, LabHost]
+EXTRA = "/etc/accelvisor/conf.d/50-test.toml"
+TIGHT = b'[cards.card0]\nchips = 1\ncores_per_chip = 1\nmemory = "16MiB"\n'
+OTHER_CPU = "/run/systemd/system/accelvisor-function@.service.d/50-test.conf"
+#: Of QEMU, in MiB/s: so slow that a pre-copy lasts until something was done to it.
+SLOW = ("--bandwidth", "2")
+
+
+@pytest.fixture(scope="module")
+def hosts(lab: Laboratory) -> Hosts:
+    """Two that trust each other."""
+    lab.add_hosts(2)
+    one, other = lab.hosts[:2]
+    trust_each_other(one, other)
+    return one, other
+
+
+@contextmanager
+def made(name: str, hosts: Hosts, *options: str) -> Iterator[MovingVm]:
+    vm = MovingVm(name, hosts, *options)
+    try:
+        yield vm
+    finally:
+        vm.clear()
+
+
+@pytest.fixture(scope="module")
+def shared(hosts: Hosts) -> Iterator[tuple[MovingVm, Training]]:
+    with made("mover", hosts) as vm:
+        vm.give("small", "--persistent")
+        vm.boot()
+        yield vm, Training(vm, "one")
+
+
+@pytest.fixture
+def vm(shared: tuple[MovingVm, Training]) -> Iterator[MovingVm]:
+    """The shared one; after the test it computes on, and what it computed is right."""
+    vm, training = shared
+    yield vm
+    training.goes_on()
+    training.lap()
+
+
+# --- it moves ------------------------------------------------------------------------------------
+
+
+def test_twenty_moves_in_the_middle_of_a_training(
+    vm: MovingVm, shared: tuple[MovingVm, Training]
+) -> None:
+    for turn in range(20):
+        vm.move("--persistent", "--undefinesource")
+        if turn % 5 == 0:
+            shared[1].goes_on()
+
+
+def test_a_persistent_move_brings_the_definition(vm: MovingVm) -> None:
+    source, there = vm.here, vm.there
+    vm.move("--persistent", "--undefinesource")
+    assert source.virsh("dominfo", vm.name, check=False).returncode != 0
+    live, stored = definition(there, vm), definition(there, vm, "--inactive")
+    for part in ("metadata", "{http://libvirt.org/schemas/domain/qemu/1.0}commandline"):
+        assert texts(live.find(part)) == texts(stored.find(part)) != []
+
+
+def test_a_definition_that_stays_behind_cannot_be_started(vm: MovingVm) -> None:
+    """What stays names a function that is elsewhere. The move before made it persistent."""
+    source = vm.here
+    vm.move("--persistent")
+    said = source.virsh("start", vm.name, check=False)
+    assert said.returncode != 0
+    assert f"accelvisor: function {vm.uuids[0]}" in said.stderr
+    vm.only_at(vm.here)
+    source.virsh("undefine", vm.name)
+
+
+def definition(host: LabHost, vm: MovingVm, *options: str) -> ElementTree.Element:
+    return ElementTree.fromstring(host.virsh("dumpxml", vm.name, *options).stdout)
+
+
+def texts(element: ElementTree.Element | None) -> list[str]:
+    """What an element says, however it is laid out."""
+    assert element is not None
+    return [
+        f"{each.tag} {sorted(each.attrib.items())} {(each.text or '').strip()}"
+        for each in element.iter()
+    ]
+
+
+def test_after_a_restart_of_the_daemons_a_vm_moves(vm: MovingVm) -> None:
+    for host in vm.hosts:
+        host.run(["systemctl", "restart", "accelvisor"])
+        host.wait(lambda host=host: answers(host), what="accelvisord")
+    vm.move("--persistent", "--undefinesource")
+
+
+def test_a_guest_behind_an_iommu_moves_with_vfio_pci_and_its_interrupts(hosts: Hosts) -> None:
+    with made("walled", hosts, "--iommu") as vm:
+        vm.give("small", "--persistent")
+        guest = vm.boot()
+        assert guest.run(["ls", "/sys/class/iommu"]).stdout.split() == ["dmar0"]
+        training = Training(vm, "one")
+        for _ in range(4):
+            vm.move("--persistent", "--undefinesource")
+        training.goes_on()
+        training.lap()
+
+
+def test_two_functions_move_together_one_of_them_plugged_in_while_it_ran(hosts: Hosts) -> None:
+    with made("pair", hosts) as vm:
+        vm.give("small", "--persistent")
+        vm.boot()
+        (first,) = vm.bdfs()
+        one = Training(vm, "one", first)
+        vm.give("small", "--live", "--persistent")
+        vm.here.wait(lambda: len(vm.bdfs()) == 2, what="the second function in the guest")
+        two = Training(vm, "two", next(bdf for bdf in vm.bdfs() if bdf != first))
+        for _ in range(2):
+            vm.move("--persistent", "--undefinesource")
+        for training in (one, two):
+            training.goes_on()
+            training.lap()
+
+
+# --- it is refused -------------------------------------------------------------------------------
+
+
+def stays(vm: MovingVm, *options: str) -> str:
+    """The move fails, the VM runs on where it was; what virsh says."""
+    here = vm.here
+    said = vm.migrate(*options)
+    assert said
+    vm.only_at(here)
+    return said
+
+
+def test_a_host_that_is_not_trusted_gets_nothing(vm: MovingVm) -> None:
+    here, there = vm.here, vm.there
+    (known,) = trusted_peers(here, there)
+    accelctl(here, "trust", "remove", known)
+    try:
+        assert "accelvisor: " in stays(vm)
+    finally:
+        for host, other in ((here, there), (there, here)):
+            for left in trusted_peers(host, other):
+                accelctl(host, "trust", "remove", left)
+        trust_each_other(here, there)
+
+
+def trusted_peers(host: LabHost, other: LabHost) -> list[str]:
+    return [h["uuid"] for h in trusted(host) if h["address"].startswith(other.address)]
+
+
+def test_a_host_without_room_says_so_in_virshs_words(vm: MovingVm) -> None:
+    there = vm.there
+    there.push(TIGHT, EXTRA)
+    try:
+        reload(there)
+        said = stays(vm)
+        assert "accelvisor: " in said
+        assert "card0: " in said
+    finally:
+        there.run(["rm", "-f", EXTRA])
+        reload(there)
+
+
+def reload(host: LabHost) -> None:
+    host.run(["systemctl", "reload", "accelvisor"])
+    host.wait(lambda: answers(host), what="accelvisord")
+
+
+def test_a_host_that_computes_other_bits_says_so_in_virshs_words(vm: MovingVm) -> None:
+    there = vm.there
+    there.push(b"[Service]\nEnvironment=OPENBLAS_CORETYPE=Prescott\n", OTHER_CPU)
+    there.run(["systemctl", "daemon-reload"])
+    try:
+        assert "results would have other bits on this host" in stays(vm)
+    finally:
+        there.run(["rm", "-f", OTHER_CPU])
+        there.run(["systemctl", "daemon-reload"])
+
+
+# --- something dies ------------------------------------------------------------------------------
+
+
+class Moving:
+    """A move under way, slow enough for something to be done to it."""
+
+    def __init__(self, vm: MovingVm, *options: str) -> None:
+        self.vm = vm
+        self.source, self.there = vm.here, vm.there
+        self.said: list[str] = []
+        self._options = options
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self.source.wait(self._copies, deadline_s=60, what="QEMU to copy")
+
+    def _run(self) -> None:
+        words = ("migrate", "--live", *self._options, self.vm.name, self.vm.uri(self.there))
+        self.said.append(self.source.virsh(*words, check=False, timeout=150).stderr.strip())
+
+    def _copies(self) -> bool:
+        told = self.source.virsh("domjobinfo", self.vm.name, check=False).stdout
+        done = [line for line in told.splitlines() if line.startswith("Memory processed")]
+        return bool(self.said) or bool(done and not done[0].split(":")[1].strip().startswith("0"))
+
+    def fast(self) -> None:
+        """No more waiting."""
+        self.source.virsh("migrate-setspeed", self.vm.name, "1000", check=False)
+
+    def end(self) -> str:
+        """What virsh says: nothing when the VM has moved."""
+        self._thread.join(160)
+        (said,) = self.said
+        return said
+
+
+def kill(host: LabHost, *pids: str) -> None:
+    host.run(["kill", "-KILL", *pids])
+
+
+def daemon(host: LabHost) -> str:
+    said = host.run(["systemctl", "show", "--property=MainPID", "--value", "accelvisor"])
+    return said.stdout.strip()
+
+
+def kill_daemon(host: LabHost) -> None:
+    before = daemon(host)
+    kill(host, before)
+    host.wait(lambda: daemon(host) not in ("0", before) and answers(host), what="accelvisord")
+
+
+def kill_worker(host: LabHost, uuid: str) -> None:
+    unit = f"accelvisor-function@{uuid}"
+    holder = host.run(["systemctl", "show", "--property=MainPID", "--value", unit]).stdout.strip()
+    zygote = host.run(["pgrep", "--parent", holder]).stdout.split()[0]
+    kill(host, *host.run(["pgrep", "--parent", zygote]).stdout.split())
+
+
+def kill_qemu(host: LabHost, vm: MovingVm) -> None:
+    kill(host, *host.run(["pgrep", "-f", f"guest={vm.name},"]).stdout.split())
+
+
+def source_daemon(moving: Moving) -> None:
+    kill_daemon(moving.source)
+
+
+def destination_daemon(moving: Moving) -> None:
+    kill_daemon(moving.there)
+
+
+def destination_qemu(moving: Moving) -> None:
+    kill_qemu(moving.there, moving.vm)
+
+
+def operator(moving: Moving) -> None:
+    moving.source.virsh("domjobabort", moving.vm.name)
+
+
+DISTURBANCES = (source_daemon, destination_daemon, destination_qemu, operator)
+
+
+@pytest.mark.parametrize("done", DISTURBANCES, ids=lambda done: done.__name__)
+def test_a_precopy_that_is_disturbed_leaves_the_vm_where_it_was(
+    vm: MovingVm, done: Callable[[Moving], None]
+) -> None:
+    moving = Moving(vm, *SLOW)
+    done(moving)
+    moving.fast()
+    assert moving.end()
+    vm.only_at(moving.source)
+    vm.move("--persistent", "--undefinesource")
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_a_worker_that_dies_while_its_function_moves_changes_no_bit(
+    vm: MovingVm, side: str
+) -> None:
+    moving = Moving(vm, "--persistent", "--undefinesource", *SLOW)
+    kill_worker(moving.source if side == "source" else moving.there, vm.uuids[0])
+    moving.fast()
+    vm.only_at(moving.source if moving.end() else moving.there)
+
+
+# --- the network ---------------------------------------------------------------------------------
+
+
+def test_a_stalled_network_delays_a_move(vm: MovingVm) -> None:
+    moving = Moving(vm, "--persistent", "--undefinesource", *SLOW)
+    moving.there.plug(False)
+    try:
+        moving.source.wait(lambda: stalled(moving), what="QEMU to send nothing")
+    finally:
+        moving.there.plug(True)
+    moving.fast()
+    assert moving.end() == ""
+    vm.only_at(moving.there)
+
+
+def stalled(moving: Moving) -> bool:
+    def sent() -> str:
+        told = moving.source.virsh("domjobinfo", moving.vm.name, check=False).stdout
+        return next((row for row in told.splitlines() if row.startswith("Data processed")), "")
+
+    before = sent()
+    return before != "" and sent() == before
+
+
+def test_a_cut_network_leaves_the_vm_where_it_was(vm: MovingVm) -> None:
+    moving = Moving(vm, *SLOW)
+    moving.there.plug(False)
+    try:
+        moving.source.wait(lambda: link_broke(moving), deadline_s=60, what="the link to break")
+        moving.source.virsh("domjobabort", vm.name, check=False, timeout=90)
+    finally:
+        moving.there.plug(True)
+    assert moving.end()
+    vm.only_at(moving.source)
+    vm.move("--persistent", "--undefinesource")
+
+
+def link_broke(moving: Moving) -> bool:
+    """Either side's view; the destination's daemon says it."""
+    return "broke" in moving.there.journal("accelvisor", 5)
+
+
+def test_a_network_that_is_cut_when_the_vm_stands_still_leaves_one_owner(vm: MovingVm) -> None:
+    """Wherever in the switch-over the cut falls, the VM goes on at exactly one host."""
+    moving = Moving(vm, "--persistent", "--undefinesource", *SLOW)
+    frozen = freezes(moving.source)
+    moving.fast()
+    end = time.monotonic() + 60
+    while freezes(moving.source) == frozen and not moving.said and time.monotonic() < end:
+        pass
+    moving.there.plug(False)
+    moving.there.plug(True)
+    vm.only_at(moving.source if moving.end() else moving.there)
+
+
+def freezes(host: LabHost) -> int:
+    return host.journal("accelvisor", 400).count("-> freezing")
