@@ -279,7 +279,8 @@ def test_a_fleets_document_takes_the_place_of_the_hosts_own() -> None:
             frozenset((await made.a.call("GetTrust"))["trust"]["roots"]),
         ).document
         root = SigningKey.generate(lambda count: bytes(range(count)))
-        fleet = changes.change(mine, 1, roots=trust.Roots(threshold=1, keys=(trust.RootKey(algorithm="ed25519", public=root.public),)))
+        key = trust.RootKey(algorithm="ed25519", public=root.public)
+        fleet = changes.change(mine, 1, roots=trust.Roots(threshold=1, keys=(key,)))
         text = base64.b64encode(trust.sign(fleet, [root])).decode()
         with pytest.raises(DataError):  # its own roots did not sign that they give up
             await made.a.call("ImportTrust", document=text)
