@@ -106,6 +106,20 @@ class MigrationConfig(_Section, frozen=True):
     ] = "qemu+tls://{address}/system"
 
 
+class CheckpointConfig(_Section, frozen=True):
+    """``[checkpoints]``: checkpoints at rest, and when one is taken by itself."""
+
+    # How many of those that nobody pinned are kept of a function.
+    keep: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 2
+    # By zstd, where Python's zstandard is installed.
+    compress: bool = False
+    # One every so many seconds. 0: none by itself.
+    every_s: Annotated[int, msgspec.Meta(ge=0, le=2_000_000)] = 0
+    # One after so many faults of a function's programs, or restarts of its worker. 0: never.
+    faults: Annotated[int, msgspec.Meta(ge=0)] = 0
+    restarts: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
 class LedgerConfig(_Section, frozen=True):
     """``[ledger]``: who owns which function. All hosts of a fleet must say the same here."""
 
@@ -158,6 +172,7 @@ class Config(_Section, frozen=True):
     libvirt: LibvirtConfig = LibvirtConfig()
     migration: MigrationConfig = MigrationConfig()
     ledger: LedgerConfig = LedgerConfig()
+    checkpoints: CheckpointConfig = CheckpointConfig()
     cards: dict[Name, CardConfig] = msgspec.field(default_factory=lambda: dict(BUILTIN_CARDS))
     profiles: dict[Name, ProfileConfig] = msgspec.field(
         default_factory=lambda: dict(BUILTIN_PROFILES)
@@ -171,6 +186,7 @@ SECTIONS: Mapping[str, type[msgspec.Struct]] = {
     "libvirt": LibvirtConfig,
     "migration": MigrationConfig,
     "ledger": LedgerConfig,
+    "checkpoints": CheckpointConfig,
     "cards.NAME": CardConfig,
     "profiles.NAME": ProfileConfig,
 }

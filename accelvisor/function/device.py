@@ -260,7 +260,7 @@ class Device:
         elif index == _CONFIG:
             if self.config.write(offset, data):
                 self.function_reset()
-                self.config.reset()
+                self.config.reset(bars=False)
         elif index == BAR_WINDOW:
             self.window[offset : offset + len(data)] = data
         else:

@@ -104,6 +104,15 @@ class ConfigSpace:
         high = DEVICE_CONTROL + 1 - offset
         return 0 <= high < len(data) and bool(data[high] & _FLR >> 8)
 
-    def reset(self) -> None:
-        """Back to the state after power-on, as a function-level reset demands."""
+    def reset(self, *, bars: bool = True) -> None:
+        """Back to the state after power-on.
+
+        Args:
+            bars: the base addresses too. At a function-level reset they stay: QEMU keeps its own,
+                the guest reads those and does not write them again, and what is here is what a
+                destination restores.
+        """
+        kept = bytes(self._bytes[BAR0 : BAR2 + 8])
         self._bytes[:] = self._initial
+        if not bars:
+            self._bytes[BAR0 : BAR2 + 8] = kept

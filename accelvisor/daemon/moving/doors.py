@@ -108,6 +108,8 @@ class Doors:
         pair = self._pairs.get(domain)
         if pair is not None and event.name in ("STOP", "RESUME"):
             pair.running = event.name == "RESUME"
+        if event.name == "MIGRATION" and event.data.get("status") != "setup":
+            return  # what matters is that the VM's memory begins to be copied
         self._on_event(domain, event.name)
 
     def _connected(self, domain: str) -> None:

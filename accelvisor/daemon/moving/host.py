@@ -15,7 +15,9 @@ from uuid import UUID
 
 from accelvisor.daemon.config import Config, MigrationConfig
 from accelvisor.daemon.functions import Functions
-from accelvisor.daemon.moving import orders
+from accelvisor.daemon.moving import checkpoints, orders
+from accelvisor.daemon.moving.anticipation import Policy, Watchman
+from accelvisor.daemon.moving.checkpoints import Checkpoints
 from accelvisor.daemon.moving.destination import DestinationMove
 from accelvisor.daemon.moving.doors import Doors
 from accelvisor.daemon.moving.evidence import AuditFile, Nonces
@@ -23,8 +25,12 @@ from accelvisor.daemon.moving.journal import Journal
 from accelvisor.daemon.moving.keys import Keys
 from accelvisor.daemon.moving.marks import Marks
 from accelvisor.daemon.moving.moves import Moves
+from accelvisor.daemon.moving.numbers import Numbers
 from accelvisor.daemon.moving.owners import Arbiter, Owners
+from accelvisor.daemon.moving.saving import DomainSaves
 from accelvisor.daemon.moving.services import Services, Settings
+from accelvisor.daemon.moving.shelf import Shelf
+from accelvisor.daemon.moving.switch import Switch
 from accelvisor.daemon.moving.tensors import Processes
 from accelvisor.daemon.moving.watermarks import Watermarks
 from accelvisor.daemon.paths import Paths
@@ -47,8 +53,8 @@ from accelvisor.migration.tickets import Tickets
 LOG = logging.getLogger(__name__)
 #: How often it is asked whether the guest changed its PCI context (seconds).
 _CONTEXT_S = 0.5
-#: How long a waiting QEMU may take to connect its private monitor (seconds).
-_MONITOR_S = 5.0
+#: How long a QEMU may take to connect its private monitor (seconds): it tries once a second.
+_MONITOR_S = 3.0
 
 
 class ClosingLedger(Ledger, Protocol):
@@ -88,6 +94,8 @@ class MovingHost:
 
     def __init__(self, around: Around) -> None:
         self._around = around
+        #: Everything is about to move away from this host.
+        self.draining = False
         self._undo = AsyncExitStack()
 
     @property
@@ -146,7 +154,12 @@ class MovingHost:
         )
         self.moves = Moves(self.services, self._domain_state)
         undo.push_async_callback(self.moves.close)
-        self.doors = Doors(around.paths.run, self, self._event, around.group)
+        self.checkpoints = self._checkpoints()
+        undo.callback(self.checkpoints.close)
+        saves = DomainSaves(self.checkpoints, self._domain_state)
+        self.switch = Switch(self.moves, saves)
+        undo.push_async_callback(self.switch.close)
+        self.doors = Doors(around.paths.run, self.switch, self.switch.event, around.group)
         undo.push_async_callback(self.doors.close)
         around.functions.on_removed = self._removed
         await self.follow()
@@ -158,6 +171,32 @@ class MovingHost:
             await self.listener.start()
             undo.push_async_callback(self.listener.stop)
         await self.moves.recover()
+        await self.checkpoints.recover()
+        await saves.recover()
+        watchman = Watchman(
+            self.services, self.checkpoints, self._policy(), lambda: self.draining
+        )
+        watchman.start()
+        undo.push_async_callback(watchman.stop)
+
+    def _checkpoints(self) -> Checkpoints:
+        around, settings = self._around, self._around.config.checkpoints
+        return Checkpoints(
+            self.services,
+            Shelf(around.paths.state / "checkpoints"),
+            Numbers(around.paths.state / "checkpoints.db"),
+            self._domain_state,
+            checkpoints.Settings(keep=settings.keep, zstd=settings.compress),
+        )
+
+    def _policy(self) -> Policy:
+        settings = self._around.config.checkpoints
+        return Policy(
+            every_s=float(settings.every_s),
+            faults=settings.faults,
+            restarts=settings.restarts,
+            keep=settings.keep,
+        )
 
     def _watermarks(self, audit: AuditFile) -> Watermarks:
         around = self._around
@@ -177,6 +216,7 @@ class MovingHost:
         was this host's own and is deleted is nobody's from here on.
         """
         try:
+            self.checkpoints.forget_base(uuid)
             await asyncio.to_thread(self.services.watermarks.forget, uuid)
             known = await self.services.owners.ledger.get(uuid)
             if known is not None and known.record.runs_at(str(self.keys.host)):
@@ -297,12 +337,21 @@ class MovingHost:
         )
         return rewrite.rewrite(xml, host=str(self.keys.host), run=self._around.paths.run)
 
+    async def prepare_restore(self, xml: str) -> str:
+        """A domain is about to come back from a file: its XML here."""
+        _, domain_uuid, functions = _read(xml)
+        if not functions:
+            return xml
+        await self.doors.open(domain_uuid)
+        return rewrite.rewrite(xml, host=str(self.keys.host), run=self._around.paths.run)
+
     async def restore_context(self, domain: str, domain_uuid: str) -> None:
         """The domain's QEMU has started. If it waits for a VM, give it its functions' PCI context,
         and wait for the first pass over device memory: QEMU's own pass begins after this.
         """
         move = self.moves.coming(domain_uuid)
         if move is None:
+            await self.switch.restore_context(self.doors, domain_uuid)
             return
         for part in move.parts:
             await self._order(part.uuid, "track", on=True)
@@ -316,7 +365,7 @@ class MovingHost:
 
     async def gone(self, domain_uuid: str, reason: str) -> None:
         """The domain's QEMU is not there any more."""
-        self.moves.gone(domain_uuid)
+        await self.switch.gone(domain_uuid)
 
     async def _give_context(
         self, move: DestinationMove, known: Sequence[bytes] | None
@@ -365,40 +414,6 @@ class MovingHost:
     async def _order(self, uuid: str, method: str, **parameters: object) -> None:
         paths = self._around.functions.world.paths.function(uuid)
         await orders.order(paths.control_socket, method, parameters)
-
-    # --- QEMU (hypervisor.vmstate.Handler) --------------------------------------------------------
-
-    async def owners(self, domain: str) -> bool:
-        """As :class:`accelvisor.hypervisor.vmstate.Handler`."""
-        answer = await self.moves.owners(domain)
-        if answer is None:
-            raise ConflictError(
-                "this VM's functions cannot be saved yet", code="save-refused", where="migration"
-            )
-        return answer
-
-    async def save(self, domain: str) -> bytes:
-        """As :class:`accelvisor.hypervisor.vmstate.Handler`."""
-        token = await self.moves.save(domain)
-        if token is None:
-            raise ConflictError("nothing was saved", code="save-refused", where="migration")
-        return token
-
-    async def load(self, domain: str, token: bytes) -> None:
-        """As :class:`accelvisor.hypervisor.vmstate.Handler`."""
-        if not await self.moves.load(domain, token):
-            raise ConflictError(
-                "no migration brings this VM here", code="migration-unknown", where="migration"
-            )
-
-    def _event(self, domain: str, name: str) -> None:
-        move = self.moves.going(domain)
-        if name == "STOP" and move is not None:
-            move.pace.mark("stop")
-        if name == "RESUME":
-            if move is not None:
-                move.pace.times.pop("stop", None)  # somebody's pause, not the switch-over's
-            self.moves.resumed(domain)
 
     async def _domain_state(self, domain: str) -> str:
         """What the domain does: its own monitor knows best; of one that is gone libvirt knows."""

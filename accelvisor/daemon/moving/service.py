@@ -32,7 +32,7 @@ class MovingMethods:
         return {"xml": await self._moving.reserve(xml)}
 
     async def prepare_restore(self, xml: str) -> dict[str, Any]:
-        return {"xml": xml}
+        return {"xml": await self._moving.prepare_restore(xml)}
 
     async def restore_context(self, domain: str, domain_uuid: str) -> dict[str, Any]:
         await self._moving.restore_context(domain, domain_uuid)
