@@ -27,7 +27,7 @@ from accelvisor.limits import LIMITS
 from accelvisor.migration import actions, convergence, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.channel import Channel
-from accelvisor.migration.ledger import Transfer
+from accelvisor.migration.ledger import Transfer, Verdict
 from accelvisor.migration.sender import Sender
 from accelvisor.migration.source import Event, State
 
@@ -171,6 +171,11 @@ class SourceMove:
     # --- messages and records ---------------------------------------------------------------------
 
     async def _send(self, action: actions.Send) -> None:
+        if action.message is wire.Committed and not self.records:
+            # After a restart: asking for what was decided already gives the same records again.
+            parts = self._named() or self.record_parts
+            verdict = await self._services.owners.ledger.commit(self._transfer(parts))
+            self._keep(parts, verdict)
         self.peer.send(self._message(action.message))
 
     def _message(self, kind: type[wire.Message]) -> wire.Message:
@@ -543,12 +548,15 @@ class SourceMove:
             LOG.warning("%s: %s", self.driver.name, error.message)
             self.driver.post(Event.ARBITER_UNREACHABLE)
             return
-        if verdict.committed:
-            self.record_parts = parts
-            self.records = tuple(signed.envelope for signed in verdict.records)
+        self._keep(parts, verdict)
         self.driver.post(
             Event.ARBITER_COMMITTED if verdict.committed else Event.ARBITER_ABORTED
         )
+
+    def _keep(self, parts: tuple[wire.Part, ...], verdict: Verdict) -> None:
+        if verdict.committed:
+            self.record_parts = parts
+            self.records = tuple(signed.envelope for signed in verdict.records)
 
     def _transfer(self, parts: tuple[wire.Part, ...]) -> Transfer:
         return self._services.owners.transfer(self.asked.migration, str(self.peer.host), parts)
