@@ -143,12 +143,21 @@ def test_identity_survives_any_write(at: int, data: bytes) -> None:
     assert capabilities(space) == {0x01: PM_AT, 0x05: MSI_AT, 0x10: EXP_AT}
 
 
-def test_function_level_reset_clears_bars_and_keeps_identity(local: Local) -> None:
+def test_function_level_reset_clears_the_command_and_keeps_bars_and_identity(local: Local) -> None:
     before = local.device.region_read(7, 0, 256)
     local.device.region_write(7, BAR0, struct.pack("<I", 0xFEB0_0000))
+    local.device.region_write(7, BAR2, struct.pack("<Q", 0x38_0000_0000))
     local.device.region_write(7, DEVICE_CONTROL, b"\x00\x80")
     after = local.device.region_read(7, 0, 256)
     assert after[:4] == before[:4]
-    assert after[BAR0 : BAR0 + 4] == bytes(4)
+    # QEMU keeps its own, and the guest, which reads those, does not write them again.
+    assert after[BAR0 : BAR0 + 4] == struct.pack("<I", 0xFEB0_0000)
+    assert after[BAR2 : BAR2 + 8] == struct.pack("<Q", 0x38_0000_000C)
     assert after[4:6] == bytes(2)
     assert local.read32(0x058) == 1  # RESET_COUNT
+
+
+def test_a_reset_by_the_client_clears_the_bars(local: Local) -> None:
+    local.device.region_write(7, BAR0, struct.pack("<I", 0xFEB0_0000))
+    local.device.reset()
+    assert local.device.region_read(7, BAR0, 4) == bytes(4)
