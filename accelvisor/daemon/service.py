@@ -198,7 +198,10 @@ class AdminService(MovingMethods):
         return {"attachment": wire.attachment(done)}
 
     async def admit_domain(self, function: str, domain: str, domain_uuid: str) -> dict[str, Any]:
-        item, was_free = await admission.prepare(self._functions, function, domain, domain_uuid)
+        try:
+            item, was_free = await admission.prepare(self._functions, function, domain, domain_uuid)
+        except NotFoundError as error:
+            raise await self._moving.services.owners.gone(function) or error from None
         await self._moving.doors.open(str(uuids.UUID(domain_uuid)))
         if was_free:
             self._links.look_later(*STARTED_S)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from accelvisor.daemon.moving.keys import Keys
-from accelvisor.errors import ConflictError, DataError
+from accelvisor.errors import AccelvisorError, ConflictError, DataError, NotFoundError
 from accelvisor.frames import envelope as envelopes
 from accelvisor.frames.envelope import SignatureError
 from accelvisor.limits import KIB
@@ -46,6 +46,25 @@ class Owners:
         self.ledger = ledger
         self.arbiter: Arbiter = arbiter
         self._keys = keys
+
+    async def gone(self, function: str) -> NotFoundError | None:
+        """Of a function that is not here: that this host gave it away, and to whom. None when the
+        ledger knows nothing of the kind, or cannot be asked.
+        """
+        try:
+            found = await self.ledger.get(function)
+        except AccelvisorError:
+            return None
+        if found is None or found.record.owner == str(self._keys.host):
+            return None
+        host = self._keys.keyring.effective.host(found.record.owner)
+        where = host.name if host is not None else found.record.owner
+        return NotFoundError(
+            f"function {function} is not here any more: it moved to host {where}",
+            code="function-moved",
+            where="functions",
+            hint="start its domain there, or undefine it here",
+        )
 
     async def next_epoch(self, function: str) -> int:
         """The epoch at which this host, the owner, may give a function away; one that the ledger
