@@ -281,10 +281,7 @@ class MovingHost:
     async def rotate(self) -> tuple[list[str], list[str]]:
         """New keys for this host; (names of the hosts that were told, of those that were not)."""
         peers = self.keys.peers()
-        statement = self.keys.rotate()
-        results = await asyncio.gather(
-            *(self.moves.tell_rotation(host, statement) for host in peers), return_exceptions=True
-        )
+        results = await self.moves.tell_rotation(peers, self.keys.rotate)
         told = [h.name for h, r in zip(peers, results, strict=True) if r is None]
         missed = [h.name for h, r in zip(peers, results, strict=True) if r is not None]
         words = f"this host has key {self.keys.identity.key_id}"

@@ -244,13 +244,32 @@ class Moves:
         finally:
             await asking.close()
 
-    async def tell_rotation(self, host: Host, statement: bytes) -> None:
-        """Tell a host of our new keys. Raises what hinders it."""
-        asking = Asking(self._services.keys, host, Handler(), lambda: None, lambda: None)
+    async def tell_rotation(
+        self, hosts: Sequence[Host], rotate: Callable[[], bytes]
+    ) -> list[BaseException | None]:
+        """Change our keys and tell these hosts; for each what hinders it, or None.
+
+        They are connected to before that: who does not know the new keys yet lets nobody in that
+        shows them.
+        """
+        keys = self._services.keys
+        ways = [Asking(keys, host, Handler(), lambda: None, lambda: None) for host in hosts]
         try:
-            await asking.ask(TellRotation(statement))
+            opened = await asyncio.gather(*(way.open() for way in ways), return_exceptions=True)
+            question = TellRotation(rotate())
+            found: list[BaseException | None] = []
+            for way, link in zip(ways, opened, strict=True):
+                if isinstance(link, BaseException):
+                    found.append(link)
+                    continue
+                try:
+                    await way.ask(question)
+                    found.append(None)
+                except AccelvisorError as error:
+                    found.append(error)
+            return found
         finally:
-            await asking.close()
+            await asyncio.gather(*(way.close() for way in ways))
 
     # --- other hosts ------------------------------------------------------------------------------
 
