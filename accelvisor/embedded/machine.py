@@ -116,9 +116,15 @@ class Machine:
         self._lock = threading.Lock()
         self._monitor: socket.socket | None = None
         self._bus: DBusConnection | None = None
+        self._stale = False
         self._connect_bus()
         self._thread = threading.Thread(target=self._serve, name="monitor", daemon=True)
         self._thread.start()
+
+    @property
+    def attached(self) -> bool:
+        """Whether accelvisord has both connections; after its restart it asks for the bus anew."""
+        return self._monitor is not None and self._bus is not None and not self._stale
 
     # --- what a VM's life says --------------------------------------------------------------------
 
@@ -192,6 +198,7 @@ class Machine:
     def _connect_bus(self) -> None:
         with suppress(OSError):
             self._bus = open_dbus_connection(f"unix:path={self._paths.bus}")
+            self._stale = False
 
     # --- the monitor: this side is asked ----------------------------------------------------------
 
@@ -207,6 +214,7 @@ class Machine:
                 pass
             with self._lock:
                 self._monitor = None
+                self._stale = True  # the same daemon served the bus
             self._ended.wait(0.1)
 
     def _answer(self, sock: socket.socket) -> None:

@@ -179,7 +179,8 @@ _START: _Row = row(
 
 _RESERVING: _Row = row(
     {
-        _E.OFFER: Move(_S.PREPARING, (Prepare(),)),
+        # A function's process starts within its own deadline, which is longer than an offer's.
+        _E.OFFER: Move(_S.PREPARING, (SetDeadline(Deadline.PROGRESS), Prepare())),
         **_to(_S.RESERVING, "BEGIN"),
         **_to(_S.RESERVING, "LINK_BACK", Send(wire.Reserve)),
         **_to(_S.RESERVING, "LINK_LOST"),

@@ -6,6 +6,7 @@ Where it stands still, the test decides who dies, at exactly that point, and whe
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import time
@@ -60,9 +61,15 @@ def _pause(directory: Path, step: str) -> None:
         time.sleep(0.001)
 
 
+def _timed(_: str) -> logging.Formatter:
+    return logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+
+
 def main() -> int:
     directory = Path(os.environ[_DIRECTORY])
     fault = functools.partial(_pause, directory)
+    # With the time: where a test waited too long is seen in the log.
+    daemon_main.PriorityFormatter = _timed  # type: ignore[assignment, misc]
     daemon_main.Setup = functools.partial(Setup, fault=fault)  # type: ignore[misc, assignment]
     return daemon_main.main(["accelvisord"][1:])
 
