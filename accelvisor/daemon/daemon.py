@@ -110,6 +110,8 @@ class Daemon:
                 LOG.warning("[daemon] %s changed: restart accelvisord to use it", name)
         if old.libvirt != config.libvirt:
             LOG.warning("[libvirt] changed: restart accelvisord to use it")
+        if old.migration != config.migration:
+            LOG.warning("[migration] changed: restart accelvisord to use it")
         self._functions.configure(config)
         self._server.dispatcher.policy = policy(config)
 
