@@ -202,7 +202,7 @@ class AdminService(MovingMethods):
             item, was_free = await admission.prepare(self._functions, function, domain, domain_uuid)
         except NotFoundError as error:
             raise await self._moving.services.owners.gone(function) or error from None
-        await self._moving.doors.open(str(uuids.UUID(domain_uuid)))
+        await self._moving.admitted(str(uuids.UUID(domain_uuid)))
         if was_free:
             self._links.look_later(*STARTED_S)
         return self._function(item)

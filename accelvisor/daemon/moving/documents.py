@@ -269,11 +269,7 @@ def require_context(frame: FunctionFrame, before: Described) -> None:
     Raises:
         StateError: ``status-context``.
     """
-    there, here = (
-        bytes([config[at + 2] & 1]) + config[at + 4 : at + 14]
-        for config in (frame.config, bytes.fromhex(before.config))
-        for at in [_msi(config)]
-    )
+    there, here = _interrupt(frame.config), _interrupt(bytes.fromhex(before.config))
     if (there[0] & 1 and there != here) or frame.msi != before.msi:
         raise _refuse(
             "status-context",
@@ -281,6 +277,26 @@ def require_context(frame: FunctionFrame, before: Described) -> None:
             "the guest changed the function's interrupt at the last moment",
             "start the migration again",
         )
+
+
+def require_interrupt(config: bytes, said: Described) -> None:
+    """As :func:`require_context`, of a function that was loaded first and whose QEMU got its
+    context then: it heard of its interrupt what stands in ``config``. Raises the same.
+    """
+    there, here = _interrupt(config), _interrupt(bytes.fromhex(said.config))
+    if there[0] & 1 and (there != here or not said.msi):
+        raise _refuse(
+            "status-context",
+            "V2",
+            "QEMU did not take over the function's interrupt",
+            "restore the VM once more",
+        )
+
+
+def _interrupt(config: bytes) -> bytes:
+    """Whether MSI is on, and where it goes."""
+    at = _msi(config)
+    return bytes([config[at + 2] & 1]) + config[at + 4 : at + 14]
 
 
 def _msi(config: bytes) -> int:

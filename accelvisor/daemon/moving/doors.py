@@ -30,7 +30,8 @@ class Pair:
 
     bus: Bus
     monitor: Private
-    running: bool | None = None  # what QEMU last said; None: nothing yet
+    status: str | None = None  # what QEMU last said; None: nothing yet
+    fresh: bool = False  # said since it connected
 
     async def close(self) -> None:
         await self.bus.close()
@@ -85,6 +86,20 @@ class Doors:
         """The domain's sockets, if they are there."""
         return self._pairs.get(domain)
 
+    def status(self, domain: str) -> str | None:
+        """What the domain's QEMU does, as it said last: "running", "paused", "inmigrate" and so
+        on. None: it has not said so yet.
+        """
+        pair = self._pairs.get(domain)
+        known = pair is not None and pair.monitor.connected and pair.fresh
+        return pair.status if pair is not None and known else None
+
+    def loaded(self, domain: str) -> None:
+        """Its QEMU has loaded a VM, and does not run it yet: it tells nobody."""
+        pair = self._pairs.get(domain)
+        if pair is not None:
+            pair.status = "paused"
+
     async def keep(self, domains: Iterable[str]) -> None:
         """Sockets for exactly these domains."""
         wanted = set(domains)
@@ -107,12 +122,15 @@ class Doors:
     def _event(self, domain: str, event: Event) -> None:
         pair = self._pairs.get(domain)
         if pair is not None and event.name in ("STOP", "RESUME"):
-            pair.running = event.name == "RESUME"
+            pair.status, pair.fresh = "running" if event.name == "RESUME" else "paused", True
         if event.name == "MIGRATION" and event.data.get("status") != "setup":
             return  # what matters is that the VM's memory begins to be copied
         self._on_event(domain, event.name)
 
     def _connected(self, domain: str) -> None:
+        pair = self._pairs.get(domain)
+        if pair is not None:
+            pair.fresh = False
         task = asyncio.get_running_loop().create_task(self._look(domain))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -125,9 +143,9 @@ class Doors:
         try:
             status = await pair.monitor.execute("query-status")
             running = bool(status.get("running"))
-            if pair.running is not None and running != pair.running:
+            if pair.status is not None and running != (pair.status == "running"):
                 self._on_event(domain, "RESUME" if running else "STOP")
-            pair.running = running
+            pair.status, pair.fresh = str(status.get("status")), True
             await asyncio.sleep(_OWN_S)
             if not pair.bus.connected and pair.monitor.connected:
                 await pair.monitor.reattach(Companions.of(self._run, domain).bus)

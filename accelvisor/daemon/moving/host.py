@@ -160,6 +160,7 @@ class MovingHost:
         self.switch = Switch(self.moves, saves)
         undo.push_async_callback(self.switch.close)
         self.doors = Doors(around.paths.run, self.switch, self.switch.event, around.group)
+        self.switch.use(self.doors)
         undo.push_async_callback(self.doors.close)
         around.functions.on_removed = self._removed
         await self.follow()
@@ -339,8 +340,13 @@ class MovingHost:
         _, domain_uuid, functions = _read(xml)
         if not functions:
             return xml
-        await self.doors.open(domain_uuid)
+        await self.admitted(domain_uuid)
         return rewrite.rewrite(xml, host=str(self.keys.host), run=self._around.paths.run)
+
+    async def admitted(self, domain_uuid: str) -> None:
+        """A domain with functions is about to start: its QEMU finds what it connects to."""
+        await self.doors.open(domain_uuid)
+        self.switch.starting(domain_uuid)
 
     async def restore_context(self, domain: str, domain_uuid: str) -> None:
         """The domain's QEMU has started. If it waits for a VM, give it its functions' PCI context,

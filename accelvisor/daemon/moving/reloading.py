@@ -60,7 +60,7 @@ class Reloading:
     """One load: :meth:`load`, then :meth:`go` or :meth:`back`, then :meth:`release` in any case.
 
     Args:
-        clients: whether a VM is connected: its PCI context must be the state's then.
+        clients: whether a VM is connected whose PCI context must be the state's.
     """
 
     def __init__(self, function: Function, paths: FunctionPaths, *, clients: bool) -> None:
@@ -135,12 +135,6 @@ class Reloading:
             frame = documents.function_frame(before)
             _require_firmware(state, frame)
         documents.validate(frame, state.status, before, after)
-
-    def _require_context(self, state: Unpacked, before: documents.Described) -> None:
-        """What QEMU has configured must be what the state was used with: it does not hear of it."""
-        if state.frame is None or not self._clients:
-            return
-        documents.require_context(state.frame, before)
 
     def _keep(self) -> _Old:
         lent, _, _ = self.link.lend(self.function)

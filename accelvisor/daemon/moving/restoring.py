@@ -65,18 +65,21 @@ class Restoring:
         await self._services.record("checkpoint-restored", uuid, words)
         return known
 
-    async def reload(self, function: Function, state: Unpacked, *, go: bool) -> None:
+    async def reload(
+        self, function: Function, state: Unpacked, *, go: bool, context: bool = True
+    ) -> None:
         """Give a verified state to a function.
 
         Args:
             go: it computes then. Else it stands still, also when it was refused.
+            context: the VM that is connected must have the state's PCI context by now.
 
         Raises:
             StateError: ``status-...``; what the function answered: it has its old state again.
         """
         services, manifest = self._services, state.manifest
         paths = services.functions.world.paths.function(function.uuid)
-        clients = await _connected(paths.control_socket)
+        clients = context and await _connected(paths.control_socket)
         reloading = Reloading(function, paths, clients=clients)
         self._moved_on(function.uuid)
         try:

@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack
 
 import msgspec
 
-from accelvisor.daemon.moving import capture
+from accelvisor.daemon.moving import capture, documents
 from accelvisor.daemon.moving.capture import Link, Taken, Taker
 from accelvisor.daemon.moving.checkpoints import Checkpoints
 from accelvisor.daemon.moving.numbers import Mark
@@ -93,11 +93,17 @@ class DomainSaves:
             ConflictError: ``function-moving``; ``save-untracked``: what they wrote to the VM's RAM
                 is not known; ``ledger-...``.
             CapacityError: ``checkpoint-space``, ``checkpoint-memory``.
-            AccelvisorError: what a function answered. Nothing is kept, and they go on.
+            AccelvisorError: what a function answered. Nothing is kept, and they go on; so it is
+                when whoever asked has gone before the end.
         """
-        return await self._services.functions.carry(self._save(domain_uuid))
+        given_up = asyncio.Event()
+        try:
+            return await self._services.functions.carry(self._save(domain_uuid, given_up))
+        except asyncio.CancelledError:
+            given_up.set()
+            raise
 
-    async def _save(self, domain_uuid: str) -> bytes:
+    async def _save(self, domain_uuid: str, given_up: asyncio.Event) -> bytes:
         functions = self._functions(domain_uuid)
         takers: list[Taker] = []
         entries: list[Entry] = []
@@ -112,6 +118,8 @@ class DomainSaves:
                 taken = await self._stop(takers)
                 for function, mark, one in zip(functions, marks, taken, strict=True):
                     entries.append(await self._keep(function, mark, one))
+                if given_up.is_set():
+                    raise _too_late()
             except BaseException:
                 await asyncio.to_thread(self._undo, functions, takers, entries)
                 raise
@@ -163,11 +171,22 @@ class DomainSaves:
             except AccelvisorError as error:
                 LOG.error("function %s: %s", function.uuid, error.message)
 
+    async def drop(self, token: bytes) -> None:
+        """Delete what a token names that nobody has."""
+        parts = wanted.parts if (wanted := read_token(token)) is not None else {}
+        for function, digest in parts.items():
+            async with self._checkpoints.locks[function]:
+                entry = await asyncio.to_thread(self._entry, function, digest)
+                if entry is not None:
+                    await asyncio.to_thread(self._library.store.delete, entry.name)
+                    words = f"checkpoint {entry.name} is part of no saved VM"
+                    await self._services.record("checkpoint-deleted", function, words)
+
     # --- loading ----------------------------------------------------------------------------------
 
     async def context_for_domain(self, domain_uuid: str) -> Mapping[str, bytes]:
-        """PCI configuration space of each function, as the newest saved checkpoint has it; nothing
-        for one that was never saved. It is verified.
+        """Before anything is loaded: PCI configuration space of each function, as the newest saved
+        checkpoint has it; nothing for one that was never saved. It is verified.
 
         Raises:
             FrameRefused, StateError: as :meth:`load_for_domain`.
@@ -183,6 +202,28 @@ class DomainSaves:
                 if state.frame is not None:
                     found[function.uuid] = state.frame.config
         return found
+
+    async def loaded_contexts(self, domain_uuid: str) -> Mapping[str, bytes]:
+        """After the load: PCI configuration space of each function that was loaded and has not gone
+        on since.
+        """
+        found = {}
+        for function in self._functions(domain_uuid):
+            said = await asyncio.to_thread(self._link(function).describe)
+            if said.fenced and said.migration_state == "STOP":
+                found[function.uuid] = bytes.fromhex(said.config)
+        return found
+
+    async def require_contexts(self, domain_uuid: str, contexts: Mapping[str, bytes]) -> None:
+        """QEMU has given its devices these contexts: the functions must have heard the same.
+
+        Raises:
+            StateError: ``status-context``.
+        """
+        for function in self._functions(domain_uuid):
+            if function.uuid in contexts:
+                said = await asyncio.to_thread(self._link(function).describe)
+                documents.require_interrupt(contexts[function.uuid], said)
 
     async def load_for_domain(self, domain_uuid: str, token: bytes) -> None:
         """QEMU brings its token back: load all functions. They stand still afterwards.
@@ -213,12 +254,14 @@ class DomainSaves:
             for function in functions:
                 await stack.enter_async_context(self._checkpoints.locks[function.uuid])
                 self._services.functions.require_free(function)
+            # Whose PCI context was there before has it compared now, the others at the end.
+            given = set(self._ready)
             try:
                 # All of them before one is loaded.
                 for function in functions:
                     states.append(await self._state(function, wanted.parts[function.uuid]))
                 for function, state in zip(functions, states, strict=True):
-                    await self._into(function, state)
+                    await self._into(function, state, function.uuid in given)
             finally:
                 for state in states:
                     await asyncio.to_thread(state.close)
@@ -229,9 +272,9 @@ class DomainSaves:
             if ready.verified.digest == digest:
                 return ready
             await asyncio.to_thread(ready.close)
-        for entry in await asyncio.to_thread(self._library.store.list, function.uuid):
-            if entry.digest == digest:
-                return await self._verified(function, entry)
+        entry = await asyncio.to_thread(self._entry, function.uuid, digest)
+        if entry is not None:
+            return await self._verified(function, entry)
         raise NotFoundError(
             f"the checkpoint {digest.hex()[:16]} of function {function.name} is not on this host",
             code="checkpoint-not-found",
@@ -239,14 +282,18 @@ class DomainSaves:
             hint="accelctl checkpoint export there, and import here",
         )
 
+    def _entry(self, function: str, digest: bytes) -> Entry | None:
+        entries = self._library.store.list(function)
+        return next((entry for entry in entries if entry.digest == digest), None)
+
     async def _verified(self, function: Function, entry: Entry) -> Unpacked:
         return await self._library.verified(entry.name, function.uuid, function, older=True)
 
-    async def _into(self, function: Function, state: Unpacked) -> None:
+    async def _into(self, function: Function, state: Unpacked, context: bool) -> None:
         manifest = state.manifest
         mark = Mark(manifest.epoch, manifest.sequence)
         await self._library.step_back(function.uuid, mark, state.verified.digest)
-        await self._checkpoints.restoring.reload(function, state, go=False)
+        await self._checkpoints.restoring.reload(function, state, go=False, context=context)
         await asyncio.to_thread(self._library.numbers.reached, function.uuid, mark)
         words = f"checkpoint {manifest.epoch}.{manifest.sequence} was loaded with its VM"
         await self._services.record("checkpoint-restored", function.uuid, words)
@@ -282,7 +329,9 @@ class DomainSaves:
         if function.uuid in self._services.functions.held:
             return
         try:
-            await asyncio.to_thread(self._go_on, function)
+            # A save that QEMU waited for no longer is ended first.
+            async with self._checkpoints.locks[function.uuid]:
+                await asyncio.to_thread(self._go_on, function)
         except AccelvisorError as error:
             LOG.error("function %s: %s", function.uuid, error.message)
             words = f"it stands still, though its VM goes on: {error.message}"
@@ -312,6 +361,15 @@ class DomainSaves:
 
     def _link(self, function: Function) -> Link:
         return capture.Link(self._services.functions.world.paths.function(function.uuid))
+
+
+def _too_late() -> ConflictError:
+    return ConflictError(
+        "QEMU did not wait for the functions to be saved",
+        code="save-late",
+        where=_WHERE,
+        hint="a slow disk, or a busy host: try again",
+    )
 
 
 def _walk(link: Link, state: str) -> None:

@@ -1,8 +1,12 @@
 """What a domain's QEMU asks and tells, led to the move or to the saved state that it belongs to.
 
-QEMU asks the same three questions whether its VM moves, is saved to a file or comes back from one.
-A move is known before: its destination reserved it. What waits for a VM without a move waits for a
-file, and what is asked to save without a move is saved to one.
+QEMU asks the same three questions whether its VM moves, is saved to a file or comes back from one,
+and does not say which. A move is known before: its destination reserved it. A QEMU that waits for a
+VM without a move, or has not come so far that it could have run one, waits for a file; every other
+one saves to a file. Should that be wrong, something is saved that nobody needs, and dropped again.
+
+libvirt loads a saved VM before its hook is told that QEMU has started, and lets the VM run after
+that. So what a device is loaded with comes first here, and its PCI context in QEMU second.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from accelvisor.errors import AccelvisorError, ConflictError
 from accelvisor.hypervisor import context
 
 LOG = logging.getLogger(__name__)
+#: What a QEMU does that loads, or is about to.
+_LOADING = ("inmigrate", "restore-vm")
 #: How long a waiting QEMU may take to connect its private monitor (seconds).
 _MONITOR_S = 5.0
 
@@ -29,10 +35,19 @@ class Switch:
     def __init__(self, moves: Moves, saves: DomainSaves) -> None:
         self._moves = moves
         self._saves = saves
-        #: Domains whose QEMU waits for a VM from a file.
-        self._restoring: set[str] = set()
+        self._doors: Doors | None = None
+        #: Domains whose QEMU libvirt is about to start: none has run a VM yet.
+        self._starting: set[str] = set()
         self._tokens: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def use(self, doors: Doors) -> None:
+        """Whose questions and events these are."""
+        self._doors = doors
+
+    def starting(self, domain: str) -> None:
+        """libvirt is about to start the domain's QEMU, for whatever."""
+        self._starting.add(domain)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -46,7 +61,7 @@ class Switch:
         answer = await self._moves.owners(domain)
         if answer is not None:
             return answer
-        if domain in self._restoring:
+        if self._loads(domain):
             return True
         self._tokens[domain] = await self._saves.save_for_domain(domain)
         return True
@@ -62,8 +77,24 @@ class Switch:
 
     async def load(self, domain: str, token: bytes) -> None:
         """Load what the token names; raises to keep the VM from running here."""
-        if not await self._moves.load(domain, token):
-            await self._saves.load_for_domain(domain, token)
+        if await self._moves.load(domain, token):
+            return
+        await self._drop(domain)  # it was no save
+        await self._saves.load_for_domain(domain, token)
+        if self._doors is not None:
+            self._doors.loaded(domain)
+
+    def _loads(self, domain: str) -> bool:
+        status = self._doors.status(domain) if self._doors is not None else None
+        if status in _LOADING:
+            return True
+        return domain in self._starting and status in (None, "prelaunch")
+
+    async def _drop(self, domain: str) -> None:
+        """A token that QEMU did not ask for: nobody can bring it back."""
+        token = self._tokens.pop(domain, None)
+        if token is not None:
+            await self._saves.drop(token)
 
     # --- events -----------------------------------------------------------------------------------
 
@@ -73,22 +104,25 @@ class Switch:
         if name == "STOP" and move is not None:
             move.pace.mark("stop")
         elif name in ("STOP", "MIGRATION") and self._moves.coming(domain) is None:
-            if domain not in self._restoring and move is None:
+            if move is None and not self._loads(domain):
                 self._spawn(self._watch(domain))
         elif name == "RESUME":
             if move is not None:
                 move.pace.times.pop("stop", None)  # somebody's pause, not the switch-over's
-            self._restoring.discard(domain)
-            self._tokens.pop(domain, None)
+            self._starting.discard(domain)
             self._moves.resumed(domain)
-            self._spawn(self._saves.resumed(domain))
+            self._spawn(self._resumed(domain))
 
     async def gone(self, domain: str) -> None:
         """The domain's QEMU is not there any more."""
-        self._restoring.discard(domain)
+        self._starting.discard(domain)
         self._tokens.pop(domain, None)
         self._moves.gone(domain)
         await self._saves.gone(domain)
+
+    async def _resumed(self, domain: str) -> None:
+        await self._saves.resumed(domain)
+        await self._drop(domain)
 
     async def _watch(self, domain: str) -> None:
         try:
@@ -100,8 +134,8 @@ class Switch:
     # --- a VM that waits for a file ---------------------------------------------------------------
 
     async def restore_context(self, doors: Doors, domain: str) -> None:
-        """The domain's QEMU has started without a move. If it waits for a VM, it gets the PCI
-        context that its functions had when they were saved last.
+        """The domain's QEMU has started without a move, and its VM does not run yet. If it was
+        loaded, or waits for that, its devices get the PCI context that their functions had.
 
         Raises:
             FrameRefused, StateError: what was saved is not what it was.
@@ -111,12 +145,18 @@ class Switch:
             return
         await pair.monitor.wait_connected(_MONITOR_S)
         status = await pair.monitor.execute("query-status")
-        if status.get("status") != "inmigrate":
+        if status.get("running"):
             return
-        self._restoring.add(domain)
-        await self._saves.watch(domain)
-        for function, config in (await self._saves.context_for_domain(domain)).items():
+        if status.get("status") in _LOADING:
+            await self._saves.watch(domain)
+            contexts = await self._saves.context_for_domain(domain)
+        else:
+            self._starting.discard(domain)
+            contexts = await self._saves.loaded_contexts(domain)
+        for function, config in contexts.items():
             await context.restore(pair.monitor, function, config)
+        if status.get("status") not in _LOADING:
+            await self._saves.require_contexts(domain, contexts)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
