@@ -1,4 +1,4 @@
-"""A host whose daemon runs in the test's own process, where a test can look inside and change it."""
+"""A host whose daemon runs in the test's own process, where a test can look into it."""
 
 from __future__ import annotations
 

@@ -125,12 +125,9 @@ class Moves:
             NotFoundError: ``migration-no-source``: no trusted host has the domain's functions.
             AccelvisorError: why it is refused, there or here.
         """
-        for move in self.destinations.values():
-            if move.domain_uuid == domain_uuid and move.driver.state not in DESTINATION_OVER:
-                # A second attempt of the operator's: the first one cannot become anything any more.
-                with suppress(ConflictError):
-                    await move.driver.tell(_D.CANCEL)
-                await move.driver.reach(*DESTINATION_OVER)
+        for earlier in list(self.destinations.values()):
+            if earlier.domain_uuid == domain_uuid:
+                await self._give_up(earlier)
         await self._left(domain_uuid)
         host = await self._find_source(domain_uuid, source_host)
         id_ = self._services.entropy(16)
@@ -156,6 +153,25 @@ class Moves:
                     await move.driver.tell(_D.CANCEL)
             raise
         return move
+
+    async def _give_up(self, move: DestinationMove) -> None:
+        """An earlier attempt of the operator's cannot become anything any more; what it made here
+        must be gone before it is made again.
+        """
+        if move.driver.state in _ENDED:
+            return
+        with suppress(ConflictError):
+            await move.driver.tell(_D.CANCEL)
+        try:
+            async with asyncio.timeout(LIMITS.migration_reserve_s):
+                await move.driver.reach(*_ENDED)
+        except TimeoutError:
+            raise ConflictError(
+                "an earlier attempt to bring this domain here has not ended yet",
+                code="migration-busy",
+                where="migration",
+                hint="accelctl migration list says what it waits for",
+            ) from None
 
     async def _left(self, domain_uuid: str) -> None:
         """A domain that has just gone away comes back: what it left here is cleared first."""
