@@ -14,7 +14,7 @@ help:
 bootstrap: ## prepare this machine and .venv
 	@scripts/bootstrap
 
-demo: bootstrap ## a host, a VM and its accelerator function, shown at work
+demo: bootstrap ## two hosts, a VM and its accelerator function, which computes and moves
 	@$(PYTHON) -m accelvisor.lab demo
 
 demo-embedded: ## the same without root, QEMU or systemd

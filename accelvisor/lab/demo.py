@@ -1,16 +1,21 @@
-"""The demonstration: a VM computes on its own accelerator function, on a host built for it.
+"""The demonstration: a VM computes on its own accelerator function, on a host built for it, and
+moves to a second one while it does.
 
-Everything is done as a user would: the Debian package is installed on the host, ``accelctl``
-creates the function and the VM, and the programs in the VM are ``lspci`` and ``accelguest``.
+Everything is done as a user would: the Debian package is installed on the hosts, ``accelctl``
+creates the function and the VM, the programs in the VM are ``lspci`` and ``accelguest``, and what
+moves it is plain ``virsh migrate --live``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +33,9 @@ from accelvisor.lab.progress import Progress
 _FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "digits"
 _VM = "digits"
 _FUNCTION = "digits"
-_EPOCHS = 5
+#: Enough to be killed once and moved once in the middle.
+_EPOCHS = 120
+_PORT = 16519
 _ON_HOST = "/var/tmp/accelvisor-demo"
 _IN_GUEST = "/root"
 _ASK = """\
@@ -52,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     progress = Progress()
     try:
-        with Laboratory(1, persistent=options.keep, progress=progress) as lab:
-            held = Demonstration(lab.hosts[0], options.digits, progress).run()
+        with Laboratory(2, persistent=options.keep, progress=progress) as lab:
+            held = Demonstration(lab.hosts, options.digits, progress).run()
     except AccelvisorError as error:
         print(f"demo: {error.message} [{error.code}]", file=sys.stderr)
         if error.hint:
@@ -68,51 +75,88 @@ def _say(label: str, text: str) -> None:
     print(report.line(label, text), flush=True)
 
 
-class Demonstration:
-    """One run on one host. Figures are collected first and reported together at the end."""
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """How a move went, and how the one back did not go. Milliseconds."""
 
-    def __init__(self, host: LabHost, digits: Path, progress: Progress) -> None:
-        self._host = host
+    seconds: float
+    downtime_ms: float
+    still_ms: float
+    forger: str
+    refused: str
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the run measured and got, in its order."""
+
+    function: dict[str, Any] = field(default_factory=dict)
+    ready_ms: float = 0.0
+    booted_s: float = 0.0
+    shown: str = ""
+    found: dict[str, Any] = field(default_factory=dict)
+    trained: dict[str, Any] = field(default_factory=dict)
+    worker: dict[str, Any] = field(default_factory=dict)
+    moved: Moved | None = None
+    wanted: dict[str, Any] = field(default_factory=dict)
+
+
+class Demonstration:
+    """One run on two hosts. Figures are collected first and reported together at the end."""
+
+    def __init__(self, hosts: Sequence[LabHost], digits: Path, progress: Progress) -> None:
+        self._host, self._other = hosts[:2]
         self._digits = digits
         self._progress = progress
+        self._figures = Figures()
 
     def run(self) -> bool:
         """True when every promise held."""
         self._clear()
-        function, ready_ms = self._create()
-        guest, booted_s = self._boot()
         try:
-            shown = self._look(guest)
-            found, trained, worker = self._compute(guest, function)
-            wanted = self._refer()
+            self._join()
+            self._create()
+            guest = self._boot()
+            self._look(guest)
+            self._compute(guest)
+            self._refer()
         finally:
             self._clear()
-        return self._report(
-            function, ready_ms, booted_s, shown, found, trained, worker, wanted
-        )  # fmt: skip
+        return self._report(self._figures)
 
     # --- steps -----------------------------------------------------------------------------------
 
-    def _accelctl(self, *words: str, timeout: float = 60.0) -> Any:
+    def _accelctl(self, *words: str, on: LabHost | None = None, timeout: float = 60.0) -> Any:
         """One accelctl command's JSON."""
-        said = self._host.run(["accelctl", *words, "--json"], timeout=timeout).stdout
+        said = (on or self._host).run(["accelctl", *words, "--json"], timeout=timeout).stdout
         return json.loads(said) if said.strip() else {}
 
     def _clear(self) -> None:
-        """What an earlier run may have left on a host that was kept."""
-        for words in (
-            ("vm", "destroy", _VM), ("vm", "undefine", _VM), ("function", "delete", _FUNCTION)
-        ):  # fmt: skip
-            self._host.run(["accelctl", *words], check=False)
+        """What an earlier run may have left on hosts that were kept."""
+        for host in (self._host, self._other):
+            for words in (
+                ("vm", "destroy", _VM), ("vm", "undefine", _VM), ("function", "delete", _FUNCTION)
+            ):  # fmt: skip
+                host.run(["accelctl", *words], check=False)
+            trust = self._accelctl("trust", "show", on=host)["trust"]
+            for each in trust["hosts"]:
+                if each["uuid"] != trust["host"]:
+                    self._accelctl("trust", "remove", each["uuid"], on=host)
 
-    def _create(self) -> tuple[dict[str, Any], float]:
+    def _join(self) -> None:
+        with self._progress.step("two hosts come to trust each other"):
+            address = f"{self._host.address}:{_PORT}"
+            code = self._accelctl("trust", "invite", "--address", address)["code"]
+            self._accelctl("trust", "join", code, on=self._other)
+
+    def _create(self) -> None:
         with self._progress.step("creating a function"):
             began = time.monotonic()
             made = self._accelctl("function", "create", "small", "--name", _FUNCTION)
-            took = (time.monotonic() - began) * 1000
-        return dict(made["function"]), took
+            self._figures.ready_ms = (time.monotonic() - began) * 1000
+            self._figures.function = made["function"]
 
-    def _boot(self) -> tuple[Guest, float]:
+    def _boot(self) -> Guest:
         with self._progress.step("defining a VM and giving it the function"):
             self._accelctl(
                 "vm", "define", _VM,
@@ -130,65 +174,107 @@ class Demonstration:
             self._accelctl("vm", "start", _VM)
             guest = self._host.guest(_VM)
             guest.wait_ready(deadline_s=180)
-            return guest, time.monotonic() - began
+            self._figures.booted_s = time.monotonic() - began
+            return guest
 
-    def _look(self, guest: Guest) -> str:
+    def _look(self, guest: Guest) -> None:
         with self._progress.step("looking at the function from inside"):
-            return guest.run(["lspci", "-nn", "-v", "-d", "acce:"]).stdout.strip()
+            shown = guest.run(["lspci", "-nn", "-v", "-d", "acce:"]).stdout.strip()
+            self._figures.shown = shown
 
-    def _compute(
-        self, guest: Guest, function: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    def _compute(self, guest: Guest) -> None:
+        figures = self._figures
         for name in ("mlp.npz", "digits.npz"):
             guest.push(self._digits / name, f"{_IN_GUEST}/{name}")
         with self._progress.step("classifying digits in the VM"):
-            found = self._accelguest(guest, "run", f"{_IN_GUEST}/mlp.npz")
+            figures.found = self._accelguest(guest, "run", f"{_IN_GUEST}/mlp.npz")
         with self._progress.step("measuring commands in the VM"):
-            figures = self._accelguest(guest, "bench", "latency", "--quick")["figures"]
-            found["bench"] = {figure["name"]: figure["value"] for figure in figures}
+            measured = self._accelguest(guest, "bench", "latency", "--quick")["figures"]
+            figures.found["bench"] = {figure["name"]: figure["value"] for figure in measured}
         with self._progress.step("training in the VM, and killing the function's worker once"):
             words = ["accelguest", "train", f"{_IN_GUEST}/digits.npz", "--epochs", str(_EPOCHS)]
             pid = guest.start([*words, "--json"])
-            worker = self._kill_worker(function)
-            trained = json.loads(guest.finish(pid, timeout=300).stdout)
-        return found, trained, worker
+            figures.worker = self._kill_worker()
+        with self._progress.step(f"moving the VM to {self._other.name} while it trains"):
+            moved = self._move()
+        with self._progress.step("waiting for the training"):
+            guest = guest.on(self._other)
+            figures.trained = json.loads(guest.finish(pid, timeout=300).stdout)
+        with self._progress.step("moving it back, as one who may not"):
+            forger, refused = self._forge()
+        figures.moved = Moved(*moved, forger, refused)
+
+    def _move(self) -> tuple[float, float, float]:
+        """Plain virsh; (seconds, libvirt's downtime, how long the function stood still).
+        Only when the training goes on there.
+        """
+        began = time.monotonic()
+        uri = f"qemu+tcp://{self._other.address}/system"
+        self._host.virsh("migrate", "--live", "--persistent", "--undefinesource", _VM, uri,
+                         timeout=180)  # fmt: skip
+        seconds = time.monotonic() - began
+        told = self._other.virsh("domjobinfo", _VM, "--completed").stdout
+        down = re.search(r"^Total downtime:\s+(\d+)", told, re.MULTILINE)
+        before = self._launches(self._other)
+        self._other.wait(
+            lambda: self._launches(self._other) > before + 20,
+            deadline_s=60, what="the training to go on",
+        )  # fmt: skip
+        still = self._when(self._other, "-> running (") - self._when(self._host, "-> freezing (")
+        return seconds, float(down[1]) if down else 0.0, still * 1000
+
+    def _when(self, host: LabHost, words: str) -> float:
+        """When accelvisord last said so, in seconds; all hosts have this machine's clock."""
+        argv = ["journalctl", "--unit=accelvisor", "--output=short-monotonic", "--no-pager"]
+        lines = [line for line in host.run(argv).stdout.splitlines() if words in line]
+        return float(lines[-1][1:].split("]")[0])
+
+    def _forge(self) -> tuple[str, str]:
+        """A host whose key was revoked sends the VM back; (who that is, what virsh is told)."""
+        other = self._accelctl("trust", "show", on=self._other)["trust"]
+        self._accelctl("trust", "revoke", other["key"])
+        uri = f"qemu+tcp://{self._host.address}/system"
+        said = self._other.virsh("migrate", "--live", _VM, uri, check=False, timeout=180)
+        runs = self._other.guest(_VM).state == "running"
+        words = said.stderr.partition("accelvisor: ")[2].strip()
+        return f"{self._other.name}, whose key was revoked", words if runs else ""
 
     def _accelguest(self, guest: Guest, *words: str) -> dict[str, Any]:
         said = guest.run(["accelguest", *words, "--json"], timeout=300).stdout
         return dict(json.loads(said))
 
-    def _kill_worker(self, function: dict[str, Any]) -> dict[str, Any]:
+    def _kill_worker(self) -> dict[str, Any]:
         """SIGKILL the worker once the training has begun; what the holder says afterwards."""
-        launches = self._launches(function)
+        launches = self._launches(self._host)
         self._host.wait(
-            lambda: self._launches(function) > launches + 20,
+            lambda: self._launches(self._host) > launches + 20,
             deadline_s=120, what="the training to begin",
         )  # fmt: skip
-        before = self._holder(function)
+        before = self._holder()
         self._host.run(["kill", "-KILL", str(before["worker_pid"])])
         after: dict[str, Any] = {}
 
         def replaced() -> bool:
-            after.update(self._holder(function))
+            after.update(self._holder())
             return bool(after["worker_restarts"] > before["worker_restarts"] and after["ready"])
 
         self._host.wait(replaced, deadline_s=30, what="the next worker")
         return after
 
-    def _launches(self, function: dict[str, Any]) -> int:
-        told = self._accelctl("function", "statistics", function["uuid"])
+    def _launches(self, host: LabHost) -> int:
+        told = self._accelctl("function", "statistics", self._figures.function["uuid"], on=host)
         return int(told["statistics"]["launches"])
 
-    def _holder(self, function: dict[str, Any]) -> dict[str, Any]:
+    def _holder(self) -> dict[str, Any]:
         """What the function's holder says of itself, asked on its own socket."""
-        path = str(Path(function["socket"]).with_name("holder.sock"))
+        path = str(Path(self._figures.function["socket"]).with_name("holder.sock"))
         said = self._host.run(["python3", "-c", _ASK, path]).stdout
         return dict(json.loads(said)["parameters"])
 
-    def _refer(self) -> dict[str, Any]:
+    def _refer(self) -> None:
         """The same programs on the host, without a device, by the installed package."""
         with self._progress.step("computing the reference on the host"):
-            wanted = {}
+            wanted = self._figures.wanted
             for name, words in (
                 ("mlp.npz", ["run"]), ("digits.npz", ["train", "--epochs", str(_EPOCHS)]),
             ):  # fmt: skip
@@ -201,21 +287,15 @@ class Demonstration:
                 ).stdout  # fmt: skip
                 wanted[command] = json.loads(said)
             self._host.run(["rm", "-r", _ON_HOST])
-        return wanted
 
     # --- report ----------------------------------------------------------------------------------
 
-    def _report(
-        self,
-        function: dict[str, Any],
-        ready_ms: float,
-        booted_s: float,
-        shown: str,
-        found: dict[str, Any],
-        trained: dict[str, Any],
-        worker: dict[str, Any],
-        wanted: dict[str, Any],
-    ) -> bool:
+    def _report(self, got: Figures) -> bool:
+        self._report_host(got)
+        return all([self._report_outputs(got), self._report_training(got), self._report_move(got)])
+
+    def _report_host(self, got: Figures) -> None:
+        function = got.function
         about = self._accelctl("host", "show")["host"]
         card = self._accelctl("card", "list")["cards"][0]
         print(report.title("accelvisor: a VM computes on its own accelerator function"))
@@ -233,9 +313,12 @@ class Demonstration:
             "function",
             f"{function['uuid']}\n{function['profile']}: {function['cores']} core, "
             f"{report.size(function['memory_bytes'])}, {function['queues']} queues; "
-            f"ready after {ready_ms:.0f} ms",
+            f"ready after {got.ready_ms:.0f} ms",
         )
-        _say("VM", f"{_VM}: booted in {booted_s:.1f} s; it sees\n{shown}")
+        _say("VM", f"{_VM}: booted in {got.booted_s:.1f} s; it sees\n{got.shown}")
+
+    def _report_outputs(self, got: Figures) -> bool:
+        found, wanted = got.found, got.wanted
         raw = np.load(self._digits / "mlp.npz", allow_pickle=False)["x_test"]
         print(f"\n{report.shown(raw, found['classes'], found['labels'])}\n")
         _say(
@@ -256,11 +339,15 @@ class Demonstration:
             f"one digit\n{found['latency_us']['p50'] / 1000:.1f} ms: copy in, launch, copy out "
             "(as a VM sees it whose CPU may be emulated)",
         )
+        return same_outputs
+
+    def _report_training(self, got: Figures) -> bool:
+        trained, worker = got.trained, got.worker
         losses = trained["losses"]
         _say(
             "training",
             f"{trained['steps']} steps on the device in {trained['seconds']:.1f} s: loss "
-            f"{losses[0]:.2f} {report.sparkline(losses)} {losses[-1]:.2f}, "
+            f"{losses[0]:.2f} {report.sparkline(losses[:: len(losses) // 12])} {losses[-1]:.2f}\n"
             f"accuracy {trained['accuracy']:.1%}",
         )
         _say(
@@ -268,9 +355,20 @@ class Demonstration:
             "the function's worker, with SIGKILL, while it trained; the next one went on "
             f"within\n{worker['last_restart_ms']:.0f} ms",
         )
+        if got.moved is not None:
+            _say(
+                "moved",
+                f"to {self._other.name} while it trained, by plain virsh migrate --live, "
+                f"in {got.moved.seconds:.1f} s",
+            )
+            _say(
+                "downtime",
+                f"{got.moved.downtime_ms:.0f} ms of the VM as libvirt has it; the function stood "
+                f"still for {got.moved.still_ms:.0f} ms",
+            )
         same_weights = bool(
-            trained["weights_sha256"] == wanted["train"]["weights_sha256"]
-            and losses == wanted["train"]["losses"]
+            trained["weights_sha256"] == got.wanted["train"]["weights_sha256"]
+            and losses == got.wanted["train"]["losses"]
         )
         digest = report.short(trained["weights_sha256"])
         _say(
@@ -279,4 +377,13 @@ class Demonstration:
                 same_weights, f"weights and losses equal the undisturbed reference, {digest}"
             ),
         )
-        return same_outputs and same_weights
+        return same_weights
+
+    def _report_move(self, got: Figures) -> bool:
+        moved = got.moved
+        if moved is None:
+            return False
+        said = moved.refused.split(" (")[0] or "it was not refused"
+        shown = textwrap.fill(f"{moved.forger}, is refused: {said}", 66)
+        _say("forger", report.verdict(bool(moved.refused), shown))
+        return bool(moved.refused)

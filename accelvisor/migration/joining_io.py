@@ -130,7 +130,8 @@ async def _talk(
             "the other host refused to let this one join",
             code="join-refused",
             where="join",
-            hint="make a new code with accelctl trust invite there",
+            hint="make a new code with accelctl trust invite there; if this host was removed there"
+            " or its key revoked, give it new keys first: accelctl trust rotate",
         ) from error
 
 

@@ -18,11 +18,24 @@ PORT = 16519
 
 
 def trust_each_other(one: LabHost, other: LabHost) -> None:
-    """One command on each; nothing happens when they do already."""
-    if any(h["address"].startswith(other.address) for h in trusted(one)):
+    """One command on each; nothing happens when they do already.
+
+    A host that was removed or revoked needs new keys before it is let in again.
+    """
+    if peers(one, other) and peers(other, one):
         return
+    for host, its in ((one, other), (other, one)):
+        for left in peers(host, its):
+            accelctl(host, "trust", "remove", left)
+    for host in (one, other):
+        accelctl(host, "trust", "rotate")
     code = accelctl(one, "trust", "invite", "--address", f"{one.address}:{PORT}")["code"]
     accelctl(other, "trust", "join", code)
+
+
+def peers(host: LabHost, other: LabHost) -> list[str]:
+    """UUIDs under which a host trusts another one."""
+    return [h["uuid"] for h in trusted(host) if h["address"].startswith(other.address)]
 
 
 def trusted(host: LabHost) -> list[dict[str, Any]]:
@@ -46,23 +59,36 @@ class Training:
         self.tag = tag
         words = [bdf] if bdf else []
         self._pid = vm.guest.start(["python3", "/root/trainer.py", tag, *words])
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a lap, and wait until it is on its way."""
+        self.idle = False
+        self._vm.guest.run(["touch", f"/root/{self.tag}.go"])
         self.goes_on()
 
     def said(self) -> dict[str, Any]:
         """What it tells of itself; nothing before its first epoch."""
         found = self._vm.guest.run(["cat", f"/root/{self.tag}.json"], check=False)
-        return dict(json.loads(found.stdout)) if found.returncode == 0 else {"epochs": 0}
+        none = {"epochs": 0, "laps": 0}
+        return dict(json.loads(found.stdout)) if found.returncode == 0 else none
+
+    def _steps(self) -> int:
+        """In all laps."""
+        said = self.said()
+        return int(said.get("steps", 0))
 
     def goes_on(self) -> None:
         """Wait until it has done more than it had now."""
-        before = self.said()["epochs"]
-        self._wait(lambda: bool(self.said()["epochs"] > before + 1), "to go on")
+        before = self._steps()
+        self._wait(lambda: self._steps() > before + 40, "to go on")
 
     def lap(self) -> dict[str, Any]:
         """End the lap and hold its bits against the reference; returns what it said at its end."""
         guest, host, laps = self._vm.guest, self._vm.here, self.said()["laps"]
-        guest.run(["touch", f"/root/{self.tag}.stop"])
+        guest.run(["rm", f"/root/{self.tag}.go"])
         self._wait(lambda: bool(self.said()["laps"] > laps), "to end its lap")
+        self.idle = True
         said = dict(self.said()["last"])
         host.push(guest.pull(f"/root/{self.tag}.npz"), f"/root/{self.tag}.npz")
         for path in (HERE / "retrace.py", HERE / "trainer.py", DIGITS):

@@ -1,4 +1,4 @@
-"""The demonstration holds on a real host, with a real VM: the product's first promise."""
+"""The demonstration holds on real hosts, with a real VM: the product's first promise."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ pytestmark = pytest.mark.lab
 DIGITS = Path(__file__).resolve().parents[2] / "fixtures" / "digits"
 
 
-def test_vm_computes_the_reference_bits_on_its_function(lab, capsys):
-    held = Demonstration(lab.hosts[0], DIGITS, Progress(quiet=True)).run()
+def test_vm_computes_the_reference_bits_on_its_function_and_moves_with_it(two_hosts, capsys):
+    held = Demonstration(two_hosts, DIGITS, Progress(quiet=True)).run()
     shown = capsys.readouterr().out
     assert held, shown
     assert "Processing accelerators [1200]" in shown
-    assert shown.count("✔") == 2
+    assert shown.count("✔") == 3

@@ -1,8 +1,8 @@
 """Runs in a guest: trains a network in laps, and keeps every loss of every step.
 
-``trainer.py TAG [BDF]``. What it says of itself is in /root/TAG.json after each epoch. A lap ends
-after the epoch in which /root/TAG.stop appears: its losses and weights are in /root/TAG.npz then,
-and the next lap begins from the first weights. Somebody else reads the identity register all the
+``trainer.py TAG [BDF]``. What it says of itself is in /root/TAG.json after each epoch. A lap begins
+with the first weights when /root/TAG.go appears, and ends after the epoch in which it vanishes: its
+losses and weights are in /root/TAG.npz then. Somebody else reads the identity register all the
 time: a process of its own, or a thread where vfio gives the device to one process only. Interrupts
 are trusted for a minute: a lost one is a gap that nobody overlooks.
 """
@@ -60,9 +60,9 @@ class Trainer:
 
     def __init__(self, tag: str, bdf: str | None) -> None:
         self.path = Path(f"/root/{tag}.json")
-        self.stop = Path(f"/root/{tag}.stop")
+        self.go = Path(f"/root/{tag}.go")
         self.result = Path(f"/root/{tag}.npz")
-        self.said: dict[str, Any] = {"laps": 0}
+        self.said: dict[str, Any] = {"laps": 0, "steps": 0}
         self.looker = Looker()
         device = select(bdf)
         alone = choose(device, None, os.environ) == "vfio"
@@ -88,6 +88,8 @@ class Trainer:
         ]
         self.bulk = make(np.zeros(BULK, np.int32))
         while True:
+            while not self.go.exists():
+                time.sleep(0.05)
             for weight, first in zip(weights, network.initial(SEED), strict=True):
                 weight.copy_(first)
             found = self.lap(rows, losses, runs, count)
@@ -95,7 +97,6 @@ class Trainer:
             np.savez(self.result, losses=found, **named)
             self.said["laps"] += 1
             self.said["last"] = {k: v for k, v in self.said.items() if k != "last"}
-            self.stop.unlink()
             self.tell()
 
     def lap(self, rows: Any, losses: Any, runs: list[Any], count: int) -> Any:
@@ -103,12 +104,13 @@ class Trainer:
         self.said.update(epochs=0, launches=0, torn=0, gap_s=0.0)
         every = []
         last = time.monotonic()
-        while not every or not self.stop.exists():
+        while not every or self.go.exists():
             rows.copy_(nn.order(count, BATCH, self.said["epochs"], SEED))
             for run in runs:
                 run.launch().result()
                 now = time.monotonic()
                 self.said["launches"] += 1
+                self.said["steps"] += 1
                 self.said["gap_s"] = max(self.said["gap_s"], now - last)
                 last = now
             every.append(losses.numpy().copy())
