@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelvisor.daemon import function_link
-from accelvisor.embedded import EmbeddedHost, reference, report
+from accelvisor.embedded import EmbeddedHost, journey, reference, report
 from accelvisor.errors import AccelvisorError
 from accelvisor.guest import bench, models
 from accelvisor.guest.function import Function
@@ -75,7 +75,8 @@ def _demonstrate(host: EmbeddedHost, directory: Path) -> bool:
     with host.open(function) as fn:
         classified = _classify(fn, directory / "mlp.npz")
         trained = _train(fn, function, directory / "digits.npz")
-    return classified and trained
+    moved = journey.show(_say, directory / "digits.npz")
+    return classified and trained and moved
 
 
 def _classify(fn: Function, path: Path) -> bool:

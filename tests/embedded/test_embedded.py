@@ -40,8 +40,10 @@ def processes_under(directory: Path) -> list[int]:
 def test_demonstration_holds_and_shows_equal_bits(capfd):
     assert main(["--digits", str(DIGITS)]) == 0
     shown = capfd.readouterr().out
-    assert shown.count("✔") == 2
+    assert shown.count("✔") == 4
     assert "✘" not in shown
+    assert "forgery     ✔" in shown
+    assert "in the middle of the training" in shown
 
 
 def test_demonstration_without_its_data_says_so(tmp_path, capfd):
