@@ -348,7 +348,10 @@ class DestinationMove:
     async def _receive(self) -> None:
         """All rounds of all functions, over as many connections as it takes."""
         try:
-            await self._connect()
+            try:
+                await self._connect()
+            except UnavailableError as error:
+                await self._reconnect(error)
             await asyncio.gather(*(self._rounds_of(part) for part in self.parts))
         except AccelvisorError as error:
             self.driver.error = error
