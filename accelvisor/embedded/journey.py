@@ -141,6 +141,8 @@ def _forge(say: Say, vm: EmbeddedVm, there: EmbeddedHost) -> bool:
     try:
         vm.migrate(there)
     except AccelvisorError as error:
+        if error.code != "vm-rolled-back":
+            raise  # it did not come as far as the forgery
         reason = error.message.removeprefix("Load: ")
         say("forgery", report.verdict(True, f"one bit of the seal changed on the way: refused,\n"
                                             f"{reason}\nthe VM computes on where it was"))
