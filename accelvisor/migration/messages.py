@@ -84,6 +84,8 @@ class Offered(_Wire, frozen=True):
     chunks: Count
     bytes: Count
     name: Name = ""
+    #: What decides about the bits of its results; the destination compares before anything moves.
+    firmware: Annotated[dict[Name, Text], Meta(max_length=32)] = {}
 
 
 class Message(_Wire, frozen=True, tag_field="t"):

@@ -88,6 +88,7 @@ def offered(part: Part) -> wire.Offered:
         LIMITS.chunks,
         LIMITS.checkpoint_bytes,
         function.name,
+        {key: value[: LIMITS.migration_text_chars] for key, value in part.frame.firmware.items()},
     )
 
 
