@@ -81,9 +81,9 @@ def numbers(item: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     ]
     if steps:
         yield "of that", ", ".join(steps)
-    if item["rounds"]:
+    if item["sent_bytes"]:
         slowed = f", slowed to {item['throttle']} %" if item["throttle"] < 100 else ""
-        yield "functions", (
+        yield "sent", (
             f"{size(item['sent_bytes'])} in {item['rounds']} rounds,"
             f" {size(item['last_round_bytes'])} in the last{slowed}"
         )

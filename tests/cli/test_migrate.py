@@ -233,10 +233,10 @@ def test_a_report_names_times_and_bytes() -> None:
     report = {"outcome": "moved", "domain": "web", "host": "hostb", "seconds": 3.4}
     assert moves.report(report | {"numbers": NUMBERS}).splitlines() == [
         "VM web runs on host hostb, after 3.4 s",
-        "downtime:  120 ms",
-        "blackout:  140 ms until its functions computed again",
-        "of that:   freeze 20 ms, ship 10 ms, verify 30 ms, load 50 ms",
-        "functions: 70 MiB in 4 rounds, 1 MiB in the last",
+        "downtime: 120 ms",
+        "blackout: 140 ms until its functions computed again",
+        "of that:  freeze 20 ms, ship 10 ms, verify 30 ms, load 50 ms",
+        "sent:     70 MiB in 4 rounds, 1 MiB in the last",
     ]
     # A VM without functions.
     assert moves.report(report | {"numbers": NONE}) == "VM web runs on host hostb, after 3.4 s"
