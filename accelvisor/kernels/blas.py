@@ -15,13 +15,14 @@ import platform
 import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 _MAPS = Path("/proc/self/maps")
-_LIBRARY = re.compile(r"/[^/\n]*blas[^/\n]*\.so[^/\n]*$", re.IGNORECASE)
+_LIBRARY = re.compile(r"/[^/\n]*(?:blas|blis|mkl)[^/\n]*\.so[^/\n]*$", re.IGNORECASE)
 _PREFIXES = ("scipy_openblas_", "openblas_")
 _SUFFIXES = ("64_", "_64", "_64_", "")
 
@@ -94,6 +95,31 @@ def loaded() -> Blas | None:
     return open_first(candidates(maps))
 
 
+def identity() -> str:
+    """Names the BLAS of this process: an OpenBLAS by how it was built; any other, which says
+    nothing of itself, by its files; ``unknown`` when there is none to be read.
+    """
+    blas = loaded()
+    return (blas.config or os.path.basename(blas.path)) if blas else _mapped()
+
+
+@lru_cache(maxsize=1)
+def _mapped() -> str:
+    try:
+        return named_files(candidates(_MAPS.read_text()))
+    except OSError:
+        return "unknown"
+
+
+def named_files(paths: Iterable[str]) -> str:
+    """Base names and the beginnings of SHA-256. OSError: one of them can't be read."""
+    named = []
+    for path in paths:
+        with open(path, "rb") as file:
+            named.append(f"{os.path.basename(path)} {file_digest(file, 'sha256').hexdigest()[:16]}")
+    return ", ".join(sorted(named)) or "unknown"
+
+
 def single_thread() -> None:
     """Make BLAS calls of this process take one thread from now on. Cheap when they do already.
 
@@ -107,7 +133,7 @@ def single_thread() -> None:
 def fingerprint() -> dict[str, str]:
     """What the bits of the fast twins depend on, for comparing two machines.
 
-    Keys: ``numpy`` and ``libc`` versions, ``machine``, ``blas`` (library or build text), ``core``
+    Keys: ``numpy`` and ``libc`` versions, ``machine``, ``blas`` (:func:`identity`), ``core``
     (which kernels BLAS chose), ``simd`` (vector features that numpy dispatches on).
     """
     blas = loaded()
@@ -115,7 +141,7 @@ def fingerprint() -> dict[str, str]:
         "numpy": np.__version__,
         "machine": platform.machine(),
         "libc": " ".join(platform.libc_ver()),
-        "blas": (blas.config or os.path.basename(blas.path)) if blas else "unknown",
+        "blas": identity(),
         "core": blas.core if blas else "",
         "simd": " ".join(_simd()),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def test_bits_of_a_product_do_not_depend_on_the_thread_setting(openblas: blas.Bl
 def test_without_openblas_nothing_is_controlled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blas, "loaded", lambda: None)
     blas.single_thread()
-    assert blas.fingerprint()["blas"] == "unknown"
+    assert blas.fingerprint()["core"] == ""
 
 
 def test_the_fingerprint_is_stable_text(openblas: blas.Blas) -> None:
@@ -76,3 +77,14 @@ def test_the_fingerprint_is_stable_text(openblas: blas.Blas) -> None:
     assert "OpenBLAS" in first["blas"]
     assert first["core"]
     assert all(isinstance(text, str) for text in first.values())
+
+
+def test_a_blas_that_says_nothing_of_itself_is_known_by_its_contents(tmp_path: Path) -> None:
+    one, other = tmp_path / "1", tmp_path / "2"
+    for directory, content in ((one, b"adds from the left"), (other, b"adds from the right")):
+        directory.mkdir()
+        (directory / "libblas.so.3.12.1").write_bytes(content)
+    first, second = (blas.named_files([str(d / "libblas.so.3.12.1")]) for d in (one, other))
+    assert first.startswith("libblas.so.3.12.1 ")
+    assert first != second
+    assert blas.named_files([]) == "unknown"
