@@ -162,3 +162,16 @@ def test_workers_die_at_any_step(case: Case) -> None:
 
     assert {case.move(step, kill) for step in STEPS} == {"moved"}
     case.end()
+
+
+@pytest.mark.parametrize("step", ["source:offered", "destination:receiving"])
+def test_holder_of_the_destination_dies_and_the_vm_stays(case: Case, step: str) -> None:
+    source = case.source
+
+    def kill(_: PausingHost, there: PausingHost) -> None:
+        order_holder(there, case.function, "give-up")
+        order_holder(there, case.function, "shutdown")
+
+    if case.move(step, kill) != "moved":
+        assert case.source is source
+    case.end()
