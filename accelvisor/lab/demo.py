@@ -139,9 +139,12 @@ class Demonstration:
             ):  # fmt: skip
                 host.run(["accelctl", *words], check=False)
             trust = self._accelctl("trust", "show", on=host)["trust"]
-            for each in trust["hosts"]:
-                if each["uuid"] != trust["host"]:
-                    self._accelctl("trust", "remove", each["uuid"], on=host)
+            known = [each["uuid"] for each in trust["hosts"] if each["uuid"] != trust["host"]]
+            for uuid in known:
+                self._accelctl("trust", "remove", uuid, on=host)
+            if known:
+                # Who was removed comes back with new keys only.
+                self._accelctl("trust", "rotate", on=host)
 
     def _join(self) -> None:
         with self._progress.step("two hosts come to trust each other"):
@@ -298,7 +301,7 @@ class Demonstration:
         function = got.function
         about = self._accelctl("host", "show")["host"]
         card = self._accelctl("card", "list")["cards"][0]
-        print(report.title("accelvisor: a VM computes on its own accelerator function"))
+        print(report.title("accelvisor: a VM computes on its accelerator function, and moves with it"))
         _say(
             "host",
             f"{about['name']}: {about['cpus']} CPUs, Linux {about['kernel']}\n"
@@ -383,7 +386,7 @@ class Demonstration:
         moved = got.moved
         if moved is None:
             return False
-        said = moved.refused.split(" (")[0] or "it was not refused"
+        said = re.sub(r" \([^()]*\)$", "", moved.refused) or "it was not refused"
         shown = textwrap.fill(f"{moved.forger}, is refused: {said}", 66)
         _say("forger", report.verdict(bool(moved.refused), shown))
         return bool(moved.refused)
