@@ -229,6 +229,13 @@ class Limits:
     checkpoint_free_bytes: int = 64 * MIB
     # A checkpoint at rest counts so long, ten years; what keeps out an old one is its epoch.
     checkpoint_life_s: float = 10 * 366 * 86_400.0
+    # Of a checkpoint that goes to or from accelctl, in one message of the admin interface: base64
+    # makes it a third larger, and a message has 1 MiB.
+    checkpoint_part_bytes: int = 512 * KIB
+    # Checkpoints that are being brought at a time; each is a file that takes room.
+    checkpoint_uploads: int = 4
+    # One of which nothing more came for so long is forgotten.
+    checkpoint_upload_idle_s: float = 60.0
 
     # --- peers -----------------------------------------------------------------------------------
     # The largest message is a trust document.

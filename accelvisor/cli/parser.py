@@ -37,6 +37,24 @@ def milliseconds(text: str) -> int:
     return int(text)
 
 
+def count(text: str) -> int:
+    """A positive whole number up to a thousand."""
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 1000")
+    return int(text)
+
+
+def margin(text: str) -> float:
+    """A positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number up to 1000")
+    return value
+
+
 class _Group:
     """A place for commands: the top level, or a noun such as ``function``."""
 
@@ -213,6 +231,95 @@ def _trust(group: _Group) -> None:
             )
 
 
+def _checkpoints(group: _Group) -> None:
+    create = group.command("create", "take a checkpoint of a function, which computes on")
+    create.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+    create.add_argument("--label", metavar="NAME", help="what it is called (default: its number)")
+    create.add_argument("--parent", metavar="NAME", help="hold only what changed since that one")
+    create.add_argument(
+        "--follow", action="store_true", default=None, help="so that the next can continue this"
+    )
+    create.add_argument("--zstd", action="store_true", default=None, help="compress it")
+    create.add_argument("--seal-for", metavar="HOST", help="encrypt it for this host alone")
+    create.add_argument(
+        "--keep", type=count, metavar="N", help="automatic ones of this function to keep"
+    )
+    listed = group.command("list", "list the checkpoints on this host, the newest last")
+    listed.add_argument("function", metavar="FUNCTION", nargs="?", help="only of this one")
+    for name, about in (
+        ("show", "verify a checkpoint, and show what it is"),
+        ("verify", "verify a checkpoint, or a file with one"),
+        ("restore", "load a checkpoint into its function"),
+        ("export", "write a copy of a checkpoint into a file"),
+        ("delete", "delete a checkpoint"),
+    ):
+        verb = group.command(name, about)
+        target = "NAME|FILE" if name == "verify" else "NAME"
+        verb.add_argument("checkpoint", metavar=target, help="as it is listed")
+        if name == "verify":
+            verb.add_argument(
+                "--trust", metavar="FILE", help="a trust document: no daemon is needed then"
+            )
+        if name == "restore":
+            verb.add_argument("function", metavar="FUNCTION", nargs="?", help="default: its own")
+            verb.add_argument(
+                "--rollback", action="store_true", default=None, help="also an older one"
+            )
+        if name == "export":
+            verb.add_argument("file", metavar="FILE", help="- for standard output")
+            verb.add_argument("--for", dest="host", metavar="HOST", help="who may load it")
+    verb = group.command("import", "verify a checkpoint that another host made for this one")
+    verb.add_argument("file", metavar="FILE")
+    verb.add_argument("--label", metavar="NAME", help="what it is called here")
+
+
+def _watermarks(group: _Group) -> None:
+    _watermark_keys(group.noun("key", "keys of owners on this host", "deed"))
+    verb = group.command("tensors", "list what of a function could be a marked layer")
+    verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+    verb = group.command("register", "name a tensor of a function as the marked layer of a model")
+    verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+    verb.add_argument("model", metavar="MODEL", help="its owner's name for it")
+    verb.add_argument("handle", metavar="HANDLE", help="of the tensor, as tensors lists it")
+    verb.add_argument("key", metavar="KEY", help="the key's id")
+    verb = group.command("unregister", "look for a model no more")
+    verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+    verb.add_argument("model", metavar="MODEL")
+    verb = group.command("list", "list the models that are looked for")
+    verb.add_argument("function", metavar="FUNCTION", nargs="?", help="only of this one")
+    verb = group.command("check", "look for a function's models now")
+    verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+    verb.add_argument("--nonce", metavar="HEX", help="32 digits of whoever asks")
+    for name, about in (
+        ("embed", "mark a layer in a file, without a daemon"),
+        ("look", "look for a mark in a file, without a daemon"),
+    ):
+        verb = group.command(name, about)
+        verb.add_argument("source", metavar="FILE", help=".npz or .npy")
+        if name == "embed":
+            verb.add_argument("target", metavar="OUTPUT", help=".npz")
+            verb.add_argument("--margin", type=margin, metavar="N", help="how strong (default: 16)")
+        verb.add_argument("--model", required=True, metavar="NAME", help="its owner's name for it")
+        verb.add_argument("--key", required=True, metavar="FILE", help="the owner's key")
+        verb.add_argument("--array", metavar="NAME", help="which layer (default: the largest)")
+
+
+def _watermark_keys(group: _Group) -> None:
+    verb = group.command("create", "make a key, on this host or in a file")
+    verb.add_argument("--file", metavar="FILE", help="in this file; no daemon is needed then")
+    verb = group.command("import", "keep a key on this host")
+    verb.add_argument("file", metavar="FILE", help="- for standard input")
+    for name, about in (
+        ("export", "write a key, which is a secret, into a file"),
+        ("remove", "forget a key"),
+    ):
+        verb = group.command(name, about)
+        verb.add_argument("key", metavar="KEY", help="its id")
+        if name == "export":
+            verb.add_argument("file", metavar="FILE", help="- for standard output")
+    group.command("list", "list the ids of the keys on this host")
+
+
 def _vms(group: _Group) -> None:
     group.command("list", "list the VMs")
     _define(group.command("define", "define a VM from a few options or from an XML file"))
@@ -284,4 +391,6 @@ _NOUNS: tuple[tuple[str, str, Callable[[_Group], None]], ...] = (
     ("vm", "virtual machines (libvirt domains)", _vms),
     ("migration", "migrations of this host", _migrations),
     ("trust", "hosts that trust each other with functions", _trust),
+    ("checkpoint", "checkpoints of functions", _checkpoints),
+    ("watermark", "owners' marks in models", _watermarks),
 )

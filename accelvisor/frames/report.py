@@ -7,6 +7,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from accelvisor.errors import DataError, FrameRefused
 from accelvisor.frames import envelope as envelopes
@@ -176,6 +179,50 @@ def report(
         verified.manifest,
         documents,
     )
+
+
+def as_object(found: Report) -> dict[str, Any]:
+    """A report as JSON has it: bytes are hexadecimal, and the manifest has the fields that
+    accelvisor-checkpoint(5) names.
+    """
+    return {
+        "verified": found.verified,
+        "code": found.code,
+        "message": found.message,
+        "hint": found.hint,
+        "digest": found.digest.hex(),
+        "signers": list(found.signers),
+        "steps": [_step(step) for step in found.steps],
+        "manifest": None if found.manifest is None else plain(found.manifest),
+    }
+
+
+def plain(document: msgspec.Struct) -> dict[str, Any]:
+    """A document with its bytes in hexadecimal."""
+    made: dict[str, Any] = _hex(msgspec.to_builtins(document, builtin_types=(bytes,)))
+    return made
+
+
+def _step(step: StepResult) -> dict[str, Any]:
+    return {
+        "number": step.number,
+        "name": step.name,
+        "question": step.question,
+        "result": step.result,
+        "detail": step.detail,
+    }
+
+
+def _hex(value: Any) -> Any:
+    match value:
+        case bytes():
+            return value.hex()
+        case dict():
+            return {name: _hex(inner) for name, inner in value.items()}
+        case list() | tuple():
+            return [_hex(inner) for inner in value]
+        case _:
+            return value
 
 
 def offline_keyring(envelope: bytes) -> Keyring:

@@ -256,6 +256,15 @@ class Checkpoints:
         uuid = self._services.functions.registry.find(function).uuid if function else None
         return tuple(await asyncio.to_thread(self._store.list, uuid))
 
+    async def digest(self, name: str, function: str) -> bytes:
+        """Of a checkpoint of this function (name or UUID). NotFoundError ``checkpoint-not-found``.
+        """
+        uuid = self._services.functions.registry.find(function).uuid
+        return (await asyncio.to_thread(self._entry, name, uuid)).digest
+
+    def _entry(self, name: str, function: str) -> Entry:
+        return self._store.entry(self._store.find(name, function))
+
     async def verify(self, name: str) -> Report:
         """Is it whole, and who signed it? Nothing is loaded, and nothing is used up."""
         return await asyncio.to_thread(self.library.report, self._store.find(name))

@@ -32,6 +32,7 @@ from accelvisor.daemon.moving.services import Services, Settings
 from accelvisor.daemon.moving.shelf import Shelf
 from accelvisor.daemon.moving.switch import Switch
 from accelvisor.daemon.moving.tensors import Processes
+from accelvisor.daemon.moving.uploads import Uploads
 from accelvisor.daemon.moving.watermarks import Watermarks
 from accelvisor.daemon.paths import Paths
 from accelvisor.errors import (
@@ -103,6 +104,11 @@ class MovingHost:
         """Of this host."""
         return self._around.config.migration
 
+    @property
+    def paths(self) -> Paths:
+        """Of this daemon."""
+        return self._around.paths
+
     async def start(self) -> None:
         """Come up; what was begun before a restart goes on. Undone when it fails."""
         try:
@@ -156,6 +162,9 @@ class MovingHost:
         undo.push_async_callback(self.moves.close)
         self.checkpoints = self._checkpoints()
         undo.callback(self.checkpoints.close)
+        store = self.checkpoints.library.store
+        self.uploads = Uploads(state / "checkpoints", store.require_room)
+        undo.callback(self.uploads.close)
         saves = DomainSaves(self.checkpoints, self._domain_state)
         self.switch = Switch(self.moves, saves)
         undo.push_async_callback(self.switch.close)

@@ -11,7 +11,9 @@ from accelvisor.daemon.moving.draining import Drain
 from accelvisor.daemon.moving.facts import Wish
 from accelvisor.daemon.moving.host import MovingHost
 from accelvisor.daemon.moving.keys import Keys
+from accelvisor.daemon.moving.marking import WatermarkMethods
 from accelvisor.daemon.moving.operator import Operator
+from accelvisor.daemon.moving.resting import CheckpointMethods
 from accelvisor.errors import DataError, UsageError
 from accelvisor.frames.trust import Host
 
@@ -20,7 +22,7 @@ MOST_DOWNTIME_MS = 60_000
 _STEP: dict[str, Any] = {"plan": None, "progress": None, "report": None}
 
 
-class MovingMethods:
+class MovingMethods(CheckpointMethods, WatermarkMethods):
     """A part of :class:`accelvisor.daemon.service.AdminService`."""
 
     _moving: MovingHost
