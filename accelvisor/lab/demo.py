@@ -301,7 +301,7 @@ class Demonstration:
         function = got.function
         about = self._accelctl("host", "show")["host"]
         card = self._accelctl("card", "list")["cards"][0]
-        print(report.title("accelvisor: a VM computes on its accelerator function, and moves with it"))
+        print(report.title("accelvisor: a VM computes on its own function, and moves with it"))
         _say(
             "host",
             f"{about['name']}: {about['cpus']} CPUs, Linux {about['kernel']}\n"

@@ -91,8 +91,6 @@ class Training:
         self.idle = True
         said = dict(self.said()["last"])
         host.push(guest.pull(f"/root/{self.tag}.npz"), f"/root/{self.tag}.npz")
-        for path in (HERE / "retrace.py", HERE / "trainer.py", DIGITS):
-            host.push(path, f"/root/{path.name}")
         words = ["python3", "/root/retrace.py", f"/root/{DIGITS.name}", str(said["epochs"])]
         found = json.loads(host.run([*words, f"/root/{self.tag}.npz"], timeout=300).stdout)
         assert found["losses"], "every loss has the bits of the unmoved run"
@@ -123,6 +121,9 @@ class MovingVm:
         self.hosts = hosts
         self.uuids: list[str] = []
         define(hosts[0], name, *options)
+        for host in hosts:
+            for path in (HERE / "retrace.py", HERE / "trainer.py", DIGITS):
+                host.push(path, f"/root/{path.name}")
 
     def give(self, profile: str = "small", *options: str) -> str:
         """Create a function and attach it; returns its UUID."""
