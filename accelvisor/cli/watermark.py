@@ -41,7 +41,8 @@ def key_create(session: Session) -> int:
         made = Key.generate(os.urandom)
         _write_secret(path, made.to_text())
         reply = {"key": made.key_id}
-    session.show(reply, lambda: f"watermark key {reply['key']} is {path or 'on this host'}")
+    where = f"in {path}" if path else "on this host"
+    session.show(reply, lambda: f"watermark key {reply['key']} is {where}")
     return DONE
 
 

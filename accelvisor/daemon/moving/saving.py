@@ -99,6 +99,10 @@ class DomainSaves:
         given_up = asyncio.Event()
         try:
             return await self._services.functions.carry(self._save(domain_uuid, given_up))
+        except AccelvisorError as error:
+            # virsh only says that QEMU was refused.
+            await self._services.record("save-refused", domain_uuid, _why(error))
+            raise
         except asyncio.CancelledError:
             given_up.set()
             raise
@@ -233,7 +237,11 @@ class DomainSaves:
             NotFoundError: ``checkpoint-not-found``: it is not in this host's store.
             FrameRefused, StateError, and what a function answers. No function computes then.
         """
-        await self._services.functions.carry(self._load(domain_uuid, token))
+        try:
+            await self._services.functions.carry(self._load(domain_uuid, token))
+        except AccelvisorError as error:
+            await self._services.record("restore-refused", domain_uuid, _why(error))
+            raise
 
     async def _load(self, domain_uuid: str, token: bytes) -> None:
         wanted = read_token(token)
@@ -361,6 +369,10 @@ class DomainSaves:
 
     def _link(self, function: Function) -> Link:
         return capture.Link(self._services.functions.world.paths.function(function.uuid))
+
+
+def _why(error: AccelvisorError) -> str:
+    return f"{error.message} ({error.code})"
 
 
 def _too_late() -> ConflictError:
