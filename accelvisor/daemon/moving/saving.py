@@ -26,7 +26,14 @@ from accelvisor.daemon.moving.numbers import Mark
 from accelvisor.daemon.moving.packing import Recipient
 from accelvisor.daemon.moving.unpacking import Unpacked
 from accelvisor.daemon.store import Function
-from accelvisor.errors import AccelvisorError, ConflictError, DataError, NotFoundError
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DataError,
+    DeadlineError,
+    NotFoundError,
+    UnavailableError,
+)
 from accelvisor.frames import canonical
 from accelvisor.frames.store import Entry
 from accelvisor.limits import LIMITS
@@ -34,6 +41,9 @@ from accelvisor.limits import LIMITS
 LOG = logging.getLogger(__name__)
 SAVED = "save-"
 _WHERE = "save"
+#: A function whose process does not answer, since a worker was just replaced, is asked again after
+#: so many seconds each time.
+_PAUSES_S = (0.1, 0.4, 1.0, 3.0)
 
 
 class FileToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -336,14 +346,22 @@ class DomainSaves:
     async def _resume(self, function: Function) -> None:
         if function.uuid in self._services.functions.held:
             return
-        try:
-            # A save that QEMU waited for no longer is ended first.
-            async with self._checkpoints.locks[function.uuid]:
-                await asyncio.to_thread(self._go_on, function)
-        except AccelvisorError as error:
-            LOG.error("function %s: %s", function.uuid, error.message)
-            words = f"it stands still, though its VM goes on: {error.message}"
-            await self._services.record("function-standing", function.uuid, words)
+        for pause_s in _PAUSES_S:
+            try:
+                # A save that QEMU waited for no longer is ended first.
+                async with self._checkpoints.locks[function.uuid]:
+                    await asyncio.to_thread(self._go_on, function)
+                return
+            except (UnavailableError, DeadlineError) as error:
+                LOG.warning("function %s: %s", function.uuid, error.message)
+                reason = error.message
+            except AccelvisorError as error:
+                LOG.error("function %s: %s", function.uuid, error.message)
+                reason = error.message
+                break
+            await asyncio.sleep(pause_s)
+        words = f"it stands still, though its VM goes on: {reason}"
+        await self._services.record("function-standing", function.uuid, words)
 
     def _go_on(self, function: Function) -> None:
         """From wherever it stands; nothing to do for one that computes."""
