@@ -5,6 +5,7 @@ by the in-tree client.
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from accelvisor.errors import (
     NotFoundError,
     StateError,
 )
+from accelvisor.function.pci import MSI_AT
 from tests.daemon.moving.resting import (
     DOMAIN,
     Host,
@@ -276,3 +278,78 @@ def test_a_function_that_moves_is_left_alone(single: Pair) -> None:
     call(single.processes[0].spec.control_socket, "fence", {"on": True})
     single.run(single.saves.resumed(DOMAIN))
     assert describe(single.processes[0]).fenced
+
+
+def test_after_a_load_the_context_is_that_of_the_loaded_functions_alone(two: Pair) -> None:
+    with ExitStack() as stack:
+        for process in two.processes:
+            stack.enter_context(Guest(process))
+        token = two.save()
+        first, second = two.uuids()
+        assert two.run(two.saves.loaded_contexts(DOMAIN)) == {}
+        two.run(two.saves.load_for_domain(DOMAIN, token))
+        found = two.run(two.saves.loaded_contexts(DOMAIN))
+        assert sorted(found) == [first, second]
+        two.run(two.saves.require_contexts(DOMAIN, found))
+        two.run(two.saves.resumed(DOMAIN))
+        assert two.run(two.saves.loaded_contexts(DOMAIN)) == {}
+
+
+def test_a_qemu_that_did_not_take_over_the_interrupt_is_refused(single: Pair) -> None:
+    process = single.processes[0]
+    with Guest(process) as guest:
+        token = single.save()
+        single.run(single.saves.load_for_domain(DOMAIN, token))
+        found = single.run(single.saves.loaded_contexts(DOMAIN))
+        (config,) = found.values()
+        changed = bytearray(config)
+        changed[MSI_AT + 2] |= 1
+        struct.pack_into("<I", changed, MSI_AT + 4, 0xFEE0_1000)
+        with pytest.raises(StateError) as caught:
+            single.run(single.saves.require_contexts(DOMAIN, {process.spec.uuid: bytes(changed)}))
+        assert caught.value.code == "status-context"
+        guest.close()
+
+
+def test_a_save_that_nobody_waits_for_any_more_leaves_nothing(single: Pair) -> None:
+    saves = single.saves
+
+    async def body() -> None:
+        await saves.watch(DOMAIN)
+        asked = asyncio.ensure_future(saves.save_for_domain(DOMAIN))
+        loop = asyncio.get_running_loop()
+        frozen = asyncio.Event()
+
+        def step(name: str) -> None:
+            loop.call_soon_threadsafe(frozen.set)
+
+        single.here.on_step = step
+        await frozen.wait()
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        # The VM goes on: that waits for the save's end.
+        await saves.resumed(DOMAIN)
+
+    single.run(body())
+    assert single.here.files() == []
+    assert computes(single.processes[0])
+
+
+def test_a_token_that_qemu_did_not_take_is_deleted(two: Pair) -> None:
+    token = two.save()
+    assert len(two.here.files()) == 2
+    two.run(two.saves.drop(token))
+    assert two.here.files() == []
+    two.run(two.saves.drop(token))
+    assert two.here.kinds().count("checkpoint-deleted") == 2
+
+
+def test_whoever_is_refused_is_told_why_in_an_event(single: Pair) -> None:
+    with pytest.raises(ConflictError):
+        single.run(single.saves.save_for_domain(DOMAIN))
+    with pytest.raises(DataError):
+        single.run(single.saves.load_for_domain(DOMAIN, b""))
+    told = {kind: text for kind, _, text in single.here.events}
+    assert "(save-untracked)" in told["save-refused"]
+    assert "(token)" in told["restore-refused"]
