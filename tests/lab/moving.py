@@ -116,7 +116,7 @@ class MovingVm:
         options: of ``accelctl vm define``.
     """
 
-    def __init__(self, name: str, hosts: tuple[LabHost, LabHost], *options: str) -> None:
+    def __init__(self, name: str, hosts: tuple[LabHost, ...], *options: str) -> None:
         self.name = name
         self.hosts = hosts
         self.uuids: list[str] = []
