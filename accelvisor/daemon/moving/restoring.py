@@ -83,23 +83,25 @@ class Restoring:
         reloading = Reloading(function, paths, clients=clients)
         self._moved_on(function.uuid)
         try:
-            await asyncio.to_thread(reloading.load, state, services.fault)
-            await services.watermarks.require(
-                function.uuid,
-                manifest.models,
-                nonce=manifest.nonce,
-                manifest=state.verified.digest,
-            )
-        except AccelvisorError as error:
-            await asyncio.to_thread(reloading.back, error)
+            try:
+                await asyncio.to_thread(reloading.load, state, services.fault)
+                await services.watermarks.require(
+                    function.uuid,
+                    manifest.models,
+                    nonce=manifest.nonce,
+                    manifest=state.verified.digest,
+                )
+            except AccelvisorError as error:
+                await asyncio.to_thread(reloading.back, error)
+                if go:
+                    await asyncio.to_thread(reloading.resume)
+                raise
             if go:
-                await asyncio.to_thread(reloading.resume)
-            raise
+                await asyncio.to_thread(reloading.go)
+                services.fault("restore:going")
         finally:
+            # Giving back the old memory takes its time: nobody waits for that.
             await asyncio.to_thread(reloading.release)
-        if go:
-            await asyncio.to_thread(reloading.go)
-            services.fault("restore:going")
 
     async def _load(self, function: Function, state: Unpacked, rollback: bool) -> None:
         services, numbers, uuid = self._services, self._library.numbers, function.uuid
