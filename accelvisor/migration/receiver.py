@@ -166,6 +166,13 @@ class Receiver:
         """End the threads and connections; idempotent. The staging memory is not used any more."""
         self._detach()
 
+    def release(self) -> None:
+        """Close for good, and let go of the staging memory: as long as anybody looks at it, it
+        cannot be unmapped.
+        """
+        self.close()
+        self._sections.clear()
+
     # --- inside ----------------------------------------------------------------------------------
 
     def _detach(self) -> None:

@@ -21,8 +21,8 @@ from accelvisor.daemon.inventory import Profile
 from accelvisor.daemon.moving import documents, orders
 from accelvisor.daemon.moving.driver import Driver, in_thread
 from accelvisor.daemon.moving.evidence import FunctionNonces
+from accelvisor.daemon.moving.record import Peer, Record
 from accelvisor.daemon.moving.services import Services
-from accelvisor.daemon.moving.source import Peer, Record
 from accelvisor.daemon.moving.staged import Staged
 from accelvisor.errors import (
     AccelvisorError,
@@ -106,7 +106,7 @@ class Part:
 
     def close(self) -> None:
         """Forget what came. Blocks for a moment."""
-        self.bulk.close()
+        self.bulk.release()
         self.staged.close()
 
 
