@@ -61,7 +61,10 @@ class Switch:
         answer = await self._moves.owners(domain)
         if answer is not None:
             return answer
-        if self._loads(domain):
+        loads = self._loads(domain)
+        status = self._doors.status(domain) if self._doors is not None else None
+        LOG.info("%s: its QEMU (%s) %s", domain, status, "loads" if loads else "saves")
+        if loads:
             return True
         self._tokens[domain] = await self._saves.save_for_domain(domain)
         return True
