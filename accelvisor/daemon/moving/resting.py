@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING, Any
 
 from accelvisor.daemon import wire
-from accelvisor.daemon.moving.uploads import parts
+from accelvisor.daemon.moving.uploads import failed, parts
 from accelvisor.errors import UsageError
 from accelvisor.frames.report import as_object, plain
 from accelvisor.frames.store import Entry
@@ -83,8 +83,11 @@ class CheckpointMethods:
     ) -> AsyncGenerator[dict[str, Any], None]:
         file = await asyncio.to_thread(self._moving.uploads.nameless)
         try:
-            digest = await self._moving.checkpoints.export(checkpoint, file, host)
-            size = await asyncio.to_thread(file.seek, 0, os.SEEK_END)
+            try:
+                digest = await self._moving.checkpoints.export(checkpoint, file, host)
+                size = await asyncio.to_thread(file.seek, 0, os.SEEK_END)
+            except OSError as error:
+                raise failed(error) from error
             yield {"bytes": size, "digest": digest.hex(), "part": ""}
             pieces = parts(file)
             while (part := await asyncio.to_thread(next, pieces, None)) is not None:

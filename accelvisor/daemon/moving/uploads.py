@@ -8,6 +8,7 @@ many bytes came as were promised. Whoever began it is told a number that nobody 
 from __future__ import annotations
 
 import base64
+import errno
 import os
 import tempfile
 import threading
@@ -18,7 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from accelvisor.errors import CapacityError, DataError, NotFoundError, SystemFailure, UsageError
+from accelvisor.errors import (
+    AccelvisorError,
+    CapacityError,
+    DataError,
+    NotFoundError,
+    SystemFailure,
+    UsageError,
+)
 from accelvisor.limits import LIMITS, Limits
 
 _WHERE = "uploads"
@@ -92,7 +100,8 @@ class Uploads:
 
         Raises:
             NotFoundError: ``upload-unknown``. DataError: ``upload-part``: it is no part of it.
-            SystemFailure: ``checkpoint-io``. The file is forgotten then.
+            CapacityError: ``checkpoint-space``; SystemFailure: ``checkpoint-io``. The file is
+            forgotten then.
         """
         with self._taken(name) as upload:
             data = self._decoded(part)
@@ -101,7 +110,7 @@ class Uploads:
             try:
                 upload.file.write(data)
             except OSError as error:
-                raise _failed(error) from error
+                raise failed(error) from error
             upload.left -= len(data)
             upload.used = self._clock()
             return upload.left
@@ -134,7 +143,7 @@ class Uploads:
         try:
             return cast(BinaryIO, tempfile.TemporaryFile(dir=self._directory))
         except OSError as error:
-            raise _failed(error) from error
+            raise failed(error) from error
 
     @contextmanager
     def _taken(self, name: str) -> Iterator[_Upload]:
@@ -186,7 +195,15 @@ def _no_part(why: str) -> DataError:
     return DataError(f"this is no part of the file: {why}", code="upload-part", where=_WHERE)
 
 
-def _failed(error: OSError) -> SystemFailure:
+def failed(error: OSError) -> AccelvisorError:
+    """What a failed write to such a file is called."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return CapacityError(
+            "there is no room for the file",
+            code="checkpoint-space",
+            where=_WHERE,
+            hint="accelctl checkpoint delete, or give the file system more space",
+        )
     return SystemFailure(
         f"checkpoints cannot be kept: {error.strerror or error}",
         code="checkpoint-io",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 from collections.abc import Iterator
 from dataclasses import replace
 from io import BytesIO
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelvisor.daemon.moving.uploads import Uploads, parts
+from accelvisor.daemon.moving.uploads import Uploads, failed, parts
 from accelvisor.errors import AccelvisorError, CapacityError, DataError, NotFoundError, UsageError
 from accelvisor.limits import LIMITS
 
@@ -118,3 +119,8 @@ def test_no_part_is_larger_than_a_message_takes() -> None:
     sizes = [len(part) for part in parts(BytesIO(bytes(2 * LIMITS.checkpoint_part_bytes + 1)))]
     assert len(sizes) == 3
     assert max(sizes) < LIMITS.admin_message_bytes
+
+
+def test_a_full_disk_is_told_as_such() -> None:
+    assert failed(OSError(errno.ENOSPC, "full")).code == "checkpoint-space"
+    assert failed(OSError(errno.EIO, "broken")).code == "checkpoint-io"
