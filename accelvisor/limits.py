@@ -268,12 +268,12 @@ class Limits:
     bulk_stall_s: float = 10.0
     # And so is one that is slower than this on average over that time.
     bulk_floor_bytes: int = 64 * KIB
-    # Ranges of chunks that a receiver tells after a broken connection; what is not told comes again.
+    # Ranges of chunks a receiver tells after a broken connection; what is not told comes again.
     bulk_ranges: int = 4096
     # Rounds of pre-copy of one transfer; 8 are usual.
     bulk_rounds: int = 4096
-    # Chunks of one round; each costs its receiver some hundred bytes until the round ends. 64 GiB in
-    # pieces of 256 KiB, each cut into four by zero pages.
+    # Chunks of one round, of some hundred bytes each at the receiver: 64 GiB in pieces of 256 KiB,
+    # each cut into four by zero pages.
     bulk_chunks: int = 1 << 20
     # Between the answer that brings a ticket and the connection that shows it lies one round trip.
     ticket_s: float = 30.0

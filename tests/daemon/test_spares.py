@@ -72,10 +72,10 @@ def test_a_stopped_daemon_leaves_neither_spare_nor_its_files(host: Harness) -> N
 
 def test_a_killed_daemon_leaves_no_spare(short_path) -> None:
     with EmbeddedHost(directory=short_path, spares=1) as host:
-        functions = short_path / "run" / "function"
+        functions = short_path / "r" / "function"
         wait_until(lambda: _spares(host) == 1)
         (uuid,) = os.listdir(functions)
-        pid = int((short_path / "run" / "spec" / f"{uuid}.process").read_text().split()[0])
+        pid = int((short_path / "r" / "spec" / f"{uuid}.process").read_text().split()[0])
         host.stop(signal.SIGKILL)
         wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
         host.start()
@@ -86,7 +86,7 @@ def test_a_killed_daemon_leaves_no_spare(short_path) -> None:
 def test_a_real_function_is_created_from_a_real_spare(short_path) -> None:
     with EmbeddedHost(directory=short_path, spares=1) as host:
         wait_until(lambda: _spares(host) == 1)
-        (uuid,) = os.listdir(short_path / "run" / "function")
+        (uuid,) = os.listdir(short_path / "r" / "function")
         made = host.create("small", "mine")
         assert made["uuid"] == uuid
         with host.open(made) as fn:

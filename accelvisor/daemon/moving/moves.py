@@ -27,8 +27,9 @@ from accelvisor.daemon.moving.peers import (
     Ways,
     read_question,
 )
+from accelvisor.daemon.moving.record import Record
 from accelvisor.daemon.moving.services import Services
-from accelvisor.daemon.moving.source import Record, SourceMove
+from accelvisor.daemon.moving.source import SourceMove
 from accelvisor.errors import (
     AccelvisorError,
     ConflictError,

@@ -27,8 +27,9 @@ from accelvisor.limits import LIMITS
 from accelvisor.migration import messages as wire
 
 if TYPE_CHECKING:
+    from accelvisor.daemon.moving.copying import Part
     from accelvisor.daemon.moving.services import Services
-    from accelvisor.daemon.moving.source import Part, SourceMove
+    from accelvisor.daemon.moving.source import SourceMove
 
 _SECOND = 10**9
 #: A whole migration, its pre-copy included, must fit into an offer's life.

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import mmap
-import os
 import time
-from dataclasses import dataclass, field
-from typing import Protocol
-from uuid import UUID
 
 import msgspec
 
 from accelvisor.daemon.moving import documents, orders, sealing
-from accelvisor.daemon.moving.driver import Driver, in_thread
+from accelvisor.daemon.moving.copying import Copying, Part
+from accelvisor.daemon.moving.driver import Driver
 from accelvisor.daemon.moving.lent import Lent
 from accelvisor.daemon.moving.pace import Pace
+from accelvisor.daemon.moving.record import Peer, Record
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, UnavailableError
 from accelvisor.frames.chunks import Kind
-from accelvisor.frames.merkle import Merkle
 from accelvisor.function.moving import SECTION_BYTES
 from accelvisor.limits import LIMITS
-from accelvisor.migration import actions, convergence, source
+from accelvisor.migration import actions, source
 from accelvisor.migration import messages as wire
-from accelvisor.migration.channel import Channel
 from accelvisor.migration.ledger import Transfer, Verdict
 from accelvisor.migration.sender import Sender
 from accelvisor.migration.source import Event, State
@@ -42,70 +37,6 @@ _GONE_S = 10.0
 _BUSY_S = LIMITS.migration_reserve_s / 2
 
 
-class Peer(Protocol):
-    """The other host, however often its connection breaks."""
-
-    @property
-    def host(self) -> UUID: ...
-
-    def send(self, message: wire.Message) -> None:
-        """Lost when the link is down."""
-        ...
-
-
-class Record(msgspec.Struct, array_like=True):
-    """What the journal keeps of a move, of either side."""
-
-    peer: str
-    functions: list[str]
-    epochs: list[int]
-    digests: list[bytes]
-    arbiter: str
-    domain_name: str = ""
-    #: of a destination: whether functions here of these UUIDs can only be of this move
-    brought: bool = False
-
-    #: Of a source: what accelctl shows when it has ended, and why it was given up.
-    numbers: dict[str, float] = {}
-    reason: str = ""
-
-
-@dataclass
-class Part:
-    """One function of the move."""
-
-    function: Function
-    frame: documents.FunctionFrame
-    lent: Lent
-    sender: Sender
-    epoch: int
-    sections: dict[int, int]
-    tree: Merkle = field(default_factory=Merkle)
-    status_digest: bytes = b""
-    waiting: list[Channel] = field(default_factory=list)
-    attached: asyncio.Event = field(default_factory=asyncio.Event)
-    envelope: bytes = b""
-    digest: bytes = b""
-    record: bytes = b""
-
-    @property
-    def uuid(self) -> str:
-        return self.function.uuid
-
-    @property
-    def payload_bytes(self) -> int:
-        """Of all chunks whose leaves are counted."""
-        return self.sender.payload_bytes
-
-    def close(self) -> None:
-        """Give the memory back and end the transfer. Blocks for a moment."""
-        self.sender.close()
-        self.lent.close()
-        for channel in self.waiting:
-            channel.close()
-        self.waiting.clear()
-
-
 class SourceMove:
     """One move away from this host.
 
@@ -118,7 +49,6 @@ class SourceMove:
         self._services = services
         self.asked = asked
         self.peer = peer
-        self.parts: list[Part] = []
         self.rounds = 0
         self.begun = time.monotonic()
         self.frozen_at = 0.0
@@ -133,8 +63,10 @@ class SourceMove:
         self.held: set[str] = set()
         self.records: tuple[bytes, ...] = ()
         self._offer: wire.Offer
-        self._copying: asyncio.Task[None] | None = None
-        self._stop_copying = asyncio.Event()
+        self.copying = Copying(
+            services, f"move of {asked.domain} away", self.pace, self._everywhere,
+            self._round_done, self._round_failed,
+        )  # fmt: skip
         a = actions
         self.driver: Driver[State, Event] = Driver(
             f"move of {asked.domain} away",
@@ -161,6 +93,25 @@ class SourceMove:
             Event.DEADLINE,
             self._entered,
         )
+
+    @property
+    def parts(self) -> list[Part]:
+        """Its functions, while there is something to be done with them."""
+        return self.copying.parts
+
+    def tickets(self) -> list[list[bytes]]:
+        """For the destination's bulk connections."""
+        return self.copying.tickets(self.peer.host)
+
+    def _round_done(self) -> None:
+        copying = self.copying
+        self.peer.send(
+            wire.Round(self.asked.migration, self.rounds, copying.chunks, copying.sent_bytes)
+        )
+
+    def _round_failed(self, error: AccelvisorError) -> None:
+        self.driver.error = error
+        self.driver.post(Event.FAILED)
 
     def _entered(self, state: State) -> None:
         self.pace.mark(state)
@@ -223,7 +174,7 @@ class SourceMove:
     @property
     def sent_bytes(self) -> int:
         """Of payload so far, all rounds and functions."""
-        return max(self._sent(), self.pace.sent_bytes)
+        return max(self.copying.sent_bytes, self.pace.sent_bytes)
 
     @property
     def copied_bytes(self) -> int:
@@ -327,147 +278,20 @@ class SourceMove:
         frame = documents.function_frame(said)
         return Part(function, frame, lent, sender, epoch, sections)
 
-    def tickets(self) -> list[list[bytes]]:
-        """For the destination, which opens the bulk connections: for each function its tickets."""
-        services = self._services
-        loop = asyncio.get_running_loop()
-        now = time.monotonic()
-
-        def issue(part: Part) -> bytes:
-            def deposit(channel: Channel) -> None:
-                loop.call_soon_threadsafe(self._deposit, part, channel)
-
-            return services.tickets.issue(self.peer.host, deposit, now)
-
-        return [[issue(part) for _ in range(services.settings.streams)] for part in self.parts]
-
-    def _deposit(self, part: Part, channel: Channel) -> None:
-        part.waiting.append(channel)
-        if len(part.waiting) == self._services.settings.streams:
-            channels, part.waiting = part.waiting, []
-            attaching = asyncio.get_running_loop().create_task(self._attach(part, channels))
-            attaching.add_done_callback(lambda done: done.exception())
-
-    async def _attach(self, part: Part, channels: list[Channel]) -> None:
-        await asyncio.to_thread(part.sender.attach, channels)
-        part.attached.set()
-
     async def _start_rounds(self, _: actions.StartRounds) -> None:
-        self._copy(first=True)
+        self.copying.round(first=True)
 
     async def _next_round(self, _: actions.NextRound) -> None:
         self.rounds += 1
-        self._copy(first=False)
+        self.copying.round(first=False)
 
     async def _rewind(self, _: actions.Rewind) -> None:
         """The bulk connections tell each other what is missing."""
 
-    def _copy(self, *, first: bool) -> None:
-        """A round beside; the freeze may come in the middle of one, and does not wait for it."""
-        if self._copying is None or self._copying.done():
-            self._copying = asyncio.get_running_loop().create_task(self._round(first))
-
-    async def _round(self, first: bool) -> None:
-        try:
-            if first:
-                await self._everywhere("migrate", to="PRE_COPY")
-                await self._everywhere("track", on=True)
-            else:
-                await self._pause()
-            if self._stop_copying.is_set():
-                return
-            self.pace.begin(self._sent())
-            await asyncio.gather(*(self._copy_part(part, first) for part in self.parts))
-            if not self._stop_copying.is_set():
-                await self._judge()
-            self.peer.send(
-                wire.Round(
-                    self.asked.migration,
-                    self.rounds,
-                    sum(part.tree.size for part in self.parts),
-                    self._sent(),
-                )
-            )
-        except AccelvisorError as error:
-            LOG.warning("%s: %s", self.driver.name, error.message)
-            self.driver.error = error
-            self.driver.post(Event.FAILED)
-
-    def _sent(self) -> int:
-        return sum(part.sender.progress.sent for part in self.parts)
-
-    async def _judge(self) -> None:
-        """Do the rounds lead anywhere? When they end is QEMU's business; ours is to slow functions
-        down that change their memory faster than it can be sent, and to say when it is in vain.
-        """
-        dirty = sum(part.lent.dirty_bytes() for part in self.parts)
-        verdict = self.pace.end(self._sent(), dirty)
-        if verdict is convergence.Verdict.THROTTLE:
-            await self._throttle(self.pace.throttle)
-        elif verdict is convergence.Verdict.GIVE_UP:
-            raise ConflictError(
-                "the functions change their memory faster than it can be sent:"
-                f" {dirty >> 20} MiB are left after {self.pace.rounds} rounds",
-                code="migration-convergence",
-                where="migration",
-                hint="try again when they compute less, or over a faster network",
-            )
-
-    async def _throttle(self, percent: int) -> None:
-        LOG.info("%s: the functions get %d %% of the time", self.driver.name, percent)
-        try:
-            await self._everywhere("throttle", percent=percent)
-        except AccelvisorError as error:  # a process of an older version does not know the word
-            LOG.warning("%s: %s", self.driver.name, error.message)
-
-    async def _pause(self) -> None:
-        """Rounds go on until the VM stops; one that has little to do may wait."""
-        quiet = sum(part.lent.dirty_bytes() for part in self.parts) < LIMITS.chunk_bytes
-        try:
-            async with asyncio.timeout(_PAUSE_S if quiet else _PAUSE_S / 10):
-                await self._stop_copying.wait()
-        except TimeoutError:
-            pass
-
-    async def _copy_part(self, part: Part, first: bool) -> None:
-        def fill() -> None:
-            for piece in part.lent.everything() if first else part.lent.changes():
-                part.sender.send(piece.kind, piece.offset, piece.view)
-
-        await asyncio.to_thread(fill)
-        await self._end_round(part)
-
-    async def _end_round(self, part: Part) -> None:
-        """Wait until the destination has the round, over new connections when they break."""
-
-        def end() -> None:
-            for leaf in part.sender.end_round():
-                part.tree.add(leaf)
-
-        lost: AccelvisorError | None = None
-        while True:
-            try:
-                async with asyncio.timeout(_LOST_S):
-                    await part.attached.wait()
-            except TimeoutError:
-                raise lost or UnavailableError(
-                    "the destination did not open its connections",
-                    code="peer-lost",
-                    where="migration",
-                ) from None
-            try:
-                await in_thread(end, lambda: part.sender.cancel(_CANCELLED))
-                return
-            except UnavailableError as error:
-                if error is _CANCELLED:
-                    raise
-                lost = error
-                part.attached.clear()
-
     # --- the switch-over --------------------------------------------------------------------------
 
     async def _freeze(self, _: actions.Freeze) -> None:
-        self._stop_copying.set()
+        self.copying.stop()
         self.driver.begin(self._walk_to_stop(), Event.FROZEN)
 
     async def _walk_to_stop(self) -> None:
@@ -477,43 +301,7 @@ class SourceMove:
             await self._everywhere("migrate", to=state)
 
     async def _ship_last(self, _: actions.ShipLast) -> None:
-        self.driver.begin(self._last_round(), Event.SHIPPED)
-
-    async def _last_round(self) -> None:
-        if self._copying is not None:
-            await asyncio.gather(self._copying, return_exceptions=True)
-        self.pace.begin(self._sent())
-        await asyncio.gather(*(self._last_of(part) for part in self.parts))
-        self.pace.end(self._sent(), 0)
-
-    async def _last_of(self, part: Part) -> None:
-        control = self._services.functions.world.paths.function(part.uuid).control_socket
-        said = documents.described(await orders.order(control, "describe"))
-        extents = await orders.order(control, "extents", expected=1)
-        try:
-            size = os.fstat(extents.fds[0]).st_size
-            mapped = mmap.mmap(extents.fds[0], size, prot=mmap.PROT_READ)
-        finally:
-            extents.close()
-
-        def fill() -> None:
-            for piece in part.lent.changes():
-                part.sender.send(piece.kind, piece.offset, piece.view)
-            part.frame = documents.function_frame(said)
-            status = documents.status_frame(said, part.lent.digests())
-            part.status_digest = documents.status_digest(status.digests)
-            last: dict[Kind, bytes | mmap.mmap] = {
-                Kind.FUNCTION: documents.encode(part.frame),
-                Kind.STATUS: documents.encode(status),
-                Kind.STATE: part.lent.section(),
-                Kind.EXTENTS: mapped,
-            }
-            for kind, data in last.items():
-                part.sections[kind] = len(data)
-                part.sender.send(kind, 0, memoryview(data))
-
-        await asyncio.to_thread(fill)
-        await self._end_round(part)
+        self.driver.begin(self.copying.last(), Event.SHIPPED)
 
     async def _seal(self, _: actions.Seal) -> None:
         self.driver.begin(self._sign(), Event.SEALED)
@@ -563,9 +351,7 @@ class SourceMove:
 
     async def _thaw(self, _: actions.Thaw) -> None:
         """At once: the guest waits. What is copied beside is cut off first."""
-        self._stop_copying.set()
-        for part in self.parts:
-            part.sender.cancel(_CANCELLED)
+        self.copying.cancel()
         await self.driver.settle()
         self.driver.begin(self._go_on(), Event.THAWED)
 
@@ -573,7 +359,7 @@ class SourceMove:
         for state in actions.THAW_WALK:
             await self._everywhere("migrate", to=state)
         if self.pace.throttle < 100 or not self.parts:  # of what a restart found, nobody knows
-            await self._throttle(100)
+            await self.copying.throttle(100)
         await self._everywhere("fence", on=False)
         await self._everywhere("track", on=False)
         await self.let_go()
@@ -602,13 +388,8 @@ class SourceMove:
 
     async def let_go(self) -> None:
         """Give back what was borrowed; the move may still be asked about."""
-        if self._copying is not None:
-            self._copying.cancel()
-            await asyncio.gather(self._copying, return_exceptions=True)
         self.record_parts = self._all()
-        parts, self.parts = self.parts, []  # they hold mappings of the functions' memory
-        for part in parts:
-            await asyncio.to_thread(part.close)
+        await self.copying.close()
         self._services.functions.held -= self.held
         self.held = set()
 
@@ -630,7 +411,6 @@ class SourceMove:
         return known.name if known is not None else str(self.peer.host)
 
 
-_CANCELLED = UnavailableError("the move was given up", code="migration-aborted", where="migration")
 _NOT_NOW = ConflictError(
     "nothing was sealed for this VM", code="migration-out-of-order", where="migration"
 )

@@ -12,7 +12,8 @@ import msgspec
 from accelvisor.daemon.moving.facts import Looked
 from accelvisor.daemon.moving.journal import Row
 from accelvisor.daemon.moving.planner import Plan
-from accelvisor.daemon.moving.source import Record, SourceMove
+from accelvisor.daemon.moving.record import Record
+from accelvisor.daemon.moving.source import SourceMove
 from accelvisor.frames.trust import Host
 from accelvisor.hypervisor.port import Job
 from accelvisor.migration import destination, source
