@@ -11,103 +11,37 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 
 from accelvisor.daemon import admission
 from accelvisor.daemon.inventory import Profile
 from accelvisor.daemon.moving import documents, orders
-from accelvisor.daemon.moving.driver import Driver, in_thread
+from accelvisor.daemon.moving.driver import Driver
 from accelvisor.daemon.moving.evidence import FunctionNonces
-from accelvisor.daemon.moving.record import Peer, Record
+from accelvisor.daemon.moving.receiving import InPlace, Part, Receiving, Source
+from accelvisor.daemon.moving.record import Record
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.moving.staged import Staged
 from accelvisor.errors import (
     AccelvisorError,
     ConflictError,
     DataError,
-    DeadlineError,
     StateError,
     UnavailableError,
 )
-from accelvisor.frames import receive, verify
-from accelvisor.frames.chunks import Header, Kind
+from accelvisor.frames import receive
+from accelvisor.frames.chunks import Kind
 from accelvisor.frames.manifest import Offer, owner_digest
-from accelvisor.frames.verify import MIGRATION, Expected, Verified, Verifier
-from accelvisor.limits import LIMITS
+from accelvisor.frames.verify import MIGRATION, Expected, Verifier
 from accelvisor.migration import actions, destination
 from accelvisor.migration import messages as wire
-from accelvisor.migration.channel import Channel
 from accelvisor.migration.destination import Event, State
 from accelvisor.migration.ledger import Transfer
-from accelvisor.migration.receiver import Received, Receiver
+from accelvisor.migration.receiver import Receiver
 
 LOG = logging.getLogger(__name__)
-T = TypeVar("T")
-#: How long one look for a complete round lasts; then it is looked whether anybody still wants it.
-_LOOK_S = 1.0
-#: Between two tries to open the bulk connections again (seconds).
-_AGAIN_S = 0.2
-
-
-class Source(Peer, Protocol):
-    """The source, as this host reaches it."""
-
-    async def tickets(self, migration: bytes) -> list[list[bytes]]:
-        """For each function, in the offer's order."""
-        ...
-
-    async def channel(self, ticket: bytes) -> Channel:
-        """A bulk connection."""
-        ...
-
-    async def open(self) -> object:
-        """Be connected. Raises UnavailableError."""
-        ...
-
-    async def context(self, migration: bytes) -> list[bytes]:
-        """For each function its PCI configuration space, as it is now."""
-        ...
-
-
-class _InPlace:
-    """Staging for a verifier whose bytes lie in their place already."""
-
-    def write(self, header: Header, payload: object) -> None:
-        """The bulk receiver has written it."""
-
-
-@dataclass
-class Part:
-    """One function that comes."""
-
-    offered: wire.Offered
-    offer: verify.Opened[Offer]
-    verifier: Verifier
-    receiver: receive.Receiver
-    staged: Staged
-    bulk: Receiver
-    received: int = 0
-    verified: Verified | None = None
-    frame: documents.FunctionFrame | None = None
-    channels: list[Channel] = field(default_factory=list)
-
-    @property
-    def uuid(self) -> str:
-        return self.offered.function
-
-    def count(self, round_: Received) -> None:
-        """Hold a complete round against the offer. Raises FrameRefused."""
-        for header, stored, leaf in zip(round_.headers, round_.stored, round_.leaves, strict=True):
-            self.receiver.feed(header, _ANY[:stored], leaf)
-        self.received += len(round_.leaves)
-
-    def close(self) -> None:
-        """Forget what came. Blocks for a moment."""
-        self.bulk.release()
-        self.staged.close()
 
 
 class DestinationMove:
@@ -145,18 +79,14 @@ class DestinationMove:
         #: There was no function here of these UUIDs before, so any that is here now is this move's.
         self.brought = False
         self._nonce = services.entropy(16)
-        self.parts: list[Part] = []
         self.offer: wire.Offer | None = None
         self.sealed: wire.Sealed | None = None
         self.known: tuple[wire.Part, ...] = ()  # of a move that is known from the journal alone
-        self.rounds = 0
-        self.first_pass = asyncio.Event()
+        self.receiving = Receiving(f"move of {domain} here", id, peer, self._failed)
         #: What is done to QEMU while rounds come in; ends with the seal.
         self.beside: asyncio.Task[None] | None = None
-        self._no_more_rounds = asyncio.Event()
         self.arbiter = ""
         self.loaded_at = 0.0
-        self._bulk: asyncio.Task[None] | None = None
         a = actions
         self.driver: Driver[State, Event] = Driver(
             f"move of {domain} here",
@@ -184,8 +114,8 @@ class DestinationMove:
 
     async def _send(self, action: actions.Send) -> None:
         self.peer.send(self._message(action.message))
-        if action.message is wire.Accept and self._bulk is None:
-            self._bulk = asyncio.get_running_loop().create_task(self._receive())
+        if action.message is wire.Accept:
+            self.receiving.begin()
 
     def _message(self, kind: type[wire.Message]) -> wire.Message:
         if kind is wire.Reserve:
@@ -194,9 +124,9 @@ class DestinationMove:
         if kind is wire.Verified or kind is wire.Commit:
             return kind(self.id, self._named())
         if kind is wire.Ack:
-            return wire.Ack(self.id, self.rounds, sum(part.received for part in self.parts))
+            return wire.Ack(self.id, self.receiving.rounds, self.receiving.received)
         if kind is wire.Resume:
-            return wire.Resume(self.id, sum(part.received for part in self.parts))
+            return wire.Resume(self.id, self.receiving.received)
         error = self.driver.error
         if kind is wire.Refuse and error is not None:
             return wire.Refuse(
@@ -229,6 +159,15 @@ class DestinationMove:
             state,
             msgspec.msgpack.encode(record),
         )
+
+    @property
+    def parts(self) -> list[Part]:
+        """Its functions, as far as they are made."""
+        return self.receiving.parts
+
+    def _failed(self, error: AccelvisorError) -> None:
+        self.driver.error = error
+        self.driver.post(Event.FAILED)
 
     def _named(self) -> tuple[wire.Part, ...]:
         return self.sealed.parts if self.sealed is not None else self.known
@@ -285,7 +224,7 @@ class DestinationMove:
             for part in making:
                 part.cancel()
             made = await asyncio.gather(*making, return_exceptions=True)
-            self.parts = [part for part in made if isinstance(part, Part)]
+            self.receiving.parts = [part for part in made if isinstance(part, Part)]
         for part in making:
             part.result()
 
@@ -335,7 +274,7 @@ class DestinationMove:
             offered,
             opened,
             verifier,
-            receive.Receiver(verifier, opened, _InPlace()),
+            receive.Receiver(verifier, opened, InPlace()),
             staged,
             Receiver(staged.views),
         )
@@ -343,80 +282,9 @@ class DestinationMove:
     async def _answer_hook(self, action: actions.AnswerHook) -> None:
         self.driver.reply("hook", True if action.yes else self._why())
 
-    # --- receiving --------------------------------------------------------------------------------
-
-    async def _receive(self) -> None:
-        """All rounds of all functions, over as many connections as it takes."""
-        try:
-            try:
-                await self._connect()
-            except UnavailableError as error:
-                await self._reconnect(error)
-            await asyncio.gather(*(self._rounds_of(part) for part in self.parts))
-        except AccelvisorError as error:
-            self.driver.error = error
-            self.driver.post(Event.FAILED)
-
-    async def _connect(self) -> None:
-        tickets = await self.peer.tickets(self.id)
-        for part, some in zip(self.parts, tickets, strict=True):
-            channels = [await self.peer.channel(ticket) for ticket in some]
-            await asyncio.to_thread(part.bulk.attach, channels)
-
-    async def _rounds_of(self, part: Part) -> None:
-        while True:
-            try:
-                received: Received = await in_thread(
-                    lambda: part.bulk.wait_round(_LOOK_S), lambda: part.bulk.cancel(_OVER)
-                )
-            except DeadlineError as error:
-                if error.code == "peer-deadline":
-                    continue
-                await self._reconnect(error)
-            except UnavailableError as error:
-                await self._reconnect(error)
-            else:
-                await asyncio.to_thread(part.count, received)
-
-    async def _reconnect(self, why: AccelvisorError) -> None:
-        """New bulk connections; the machine's deadline says for how long this is tried."""
-        LOG.info("%s: %s", self.driver.name, why.message)
-        while True:
-            await asyncio.sleep(_AGAIN_S)
-            try:
-                await self._connect()
-                return
-            except UnavailableError as error:
-                LOG.info("%s: %s", self.driver.name, error.message)
-
-    def round(self, message: wire.Round) -> None:
-        """The source tells that a round is over."""
-        self.rounds = message.number
-        self.first_pass.set()
-
-    async def still_receiving(self, after_s: float) -> bool:
-        """Whether rounds are still coming in, ``after_s`` seconds from now."""
-        try:
-            async with asyncio.timeout(after_s):
-                await self._no_more_rounds.wait()
-        except TimeoutError:
-            pass
-        return not self._no_more_rounds.is_set()
-
-    async def while_receiving(self, work: asyncio.Task[T]) -> T | None:
-        """What ``work`` gives; None when the rounds end first, with which it is given up."""
-        over = asyncio.ensure_future(self._no_more_rounds.wait())
-        try:
-            await asyncio.wait((work, over), return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else None
-        finally:
-            for each in (work, over):
-                each.cancel()
-            await asyncio.gather(work, over, return_exceptions=True)
-
     def _entered(self, state: State) -> None:
         if state not in (State.RESERVING, State.PREPARING, State.RECEIVING):
-            self._no_more_rounds.set()
+            self.receiving.no_more()
         if state in (State.RUNNING, State.CLOSED):
             self._over(self)
 
@@ -435,18 +303,14 @@ class DestinationMove:
             )
         for part, named, envelope in zip(self.parts, sealed.parts, sealed.envelopes, strict=True):
             opened = part.verifier.open(envelope)
-            while part.received < opened.statement.chunks:
-                # The round is acknowledged, but may not have been counted yet.
-                await asyncio.sleep(0.001)
-                if self._bulk is None or self._bulk.done():
-                    break
+            await self.receiving.counted(part, opened.statement.chunks)
             verified = part.receiver.finish(envelope)
             if verified.digest != named.digest or verified.manifest.epoch != named.epoch:
                 raise ConflictError(
                     "the seal is not of its manifest", code="migration-functions", where="migration"
                 )
             part.verified = verified
-        await self._end_bulk()
+        await self.receiving.end()
 
     async def _load(self, _: actions.Load) -> None:
         self.driver.begin(self._load_all(), Event.LOADED)
@@ -544,7 +408,7 @@ class DestinationMove:
         self.driver.begin(self._drop(), Event.DISCARDED)
 
     async def _drop(self) -> None:
-        await self._end_bulk()
+        await self.receiving.end()
         functions = self._services.functions
         for uuid in self._uuids() if self.brought else ():
             await functions.drop(uuid, "its move to this host was given up")
@@ -567,15 +431,7 @@ class DestinationMove:
         await self._let_go()
 
     async def _let_go(self) -> None:
-        await self._end_bulk()
-        parts, self.parts = self.parts, []  # they hold mappings of the functions' memory
-        for part in parts:
-            await asyncio.to_thread(part.close)
-
-    async def _end_bulk(self) -> None:
-        if self._bulk is not None and self._bulk is not asyncio.current_task():
-            self._bulk.cancel()
-            await asyncio.gather(self._bulk, return_exceptions=True)
+        await self.receiving.close()
 
     def _uuids(self) -> list[str]:
         return [wanted.function for wanted in self._wanted]
@@ -606,8 +462,5 @@ def _require_same(offered: wire.Offered, said: Offer) -> None:
         )
 
 
-_OVER = UnavailableError("the transfer is over", code="peer-lost", where="migration")
-#: A payload of any length for whoever only wants to know its length.
-_ANY = memoryview(bytes(LIMITS.chunk_bytes))
 #: Loading reads all device memory back (seconds).
 _ORDER_S = 20.0

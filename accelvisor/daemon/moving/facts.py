@@ -173,7 +173,7 @@ class Looking:
         uuid = domain.uuid if domain is not None else str(uuids.UUID(int=0))
         question = AskFit(uuid, tuple(fit.need(item) for item in functions))
         try:
-            said, rate = await self._moving.moves.ask_fit(host, question)
+            said, rate = await self._moving.moves.neighbours.fit(host, question)
         except AccelvisorError as error:
             return {"fit_error": error}
         return {"fit": said, "rate": rate}

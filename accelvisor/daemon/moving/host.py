@@ -291,7 +291,7 @@ class MovingHost:
     async def rotate(self) -> tuple[list[str], list[str]]:
         """New keys for this host; (names of the hosts that were told, of those that were not)."""
         peers = self.keys.peers()
-        results = await self.moves.tell_rotation(peers, self.keys.rotate)
+        results = await self.moves.neighbours.rotate(peers, self.keys.rotate)
         told = [h.name for h, r in zip(peers, results, strict=True) if r is None]
         missed = [h.name for h, r in zip(peers, results, strict=True) if r is not None]
         words = f"this host has key {self.keys.identity.key_id}"
@@ -370,7 +370,7 @@ class MovingHost:
         given = await self._give_context(move, None)
         try:
             async with asyncio.timeout(self.services.settings.first_pass_s):
-                await move.first_pass.wait()
+                await move.receiving.first_pass.wait()
         except TimeoutError:
             LOG.info("%s: the first pass goes on beside QEMU's own", domain)
         move.beside = asyncio.get_running_loop().create_task(self._refresh(move, given))
@@ -387,7 +387,8 @@ class MovingHost:
         await pair.monitor.wait_connected(_MONITOR_S)
         asking = asyncio.create_task(move.peer.context(move.id))
         # Once its QEMU waits for the seal the source's monitor answers nothing: nor do we wait.
-        wanted = await (asking if known is None else move.while_receiving(asking)) or known or ()
+        now = asking if known is None else move.receiving.while_receiving(asking)
+        wanted = await now or known or ()
         for index, part in enumerate(move.parts):
             if known is None or known[index] != wanted[index]:
                 if known is not None:
@@ -402,11 +403,11 @@ class MovingHost:
         until then QEMU cannot come to loading, after which its guest may run, and a port that is
         written then would be the guest's.
         """
-        seen = move.rounds
-        while await move.still_receiving(_CONTEXT_S):
-            if move.rounds == seen:
+        seen = move.receiving.rounds
+        while await move.receiving.still_receiving(_CONTEXT_S):
+            if move.receiving.rounds == seen:
                 continue
-            seen = move.rounds
+            seen = move.receiving.rounds
             try:
                 given = await self._give_context(move, given)
             except AccelvisorError as error:

@@ -8,26 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-from uuid import UUID
 
 import msgspec
 
 from accelvisor.daemon.moving import documents, fit, orders, sealing
 from accelvisor.daemon.moving.destination import DestinationMove
-from accelvisor.daemon.moving.fit import AskFit, Fit
+from accelvisor.daemon.moving.fit import AskFit
+from accelvisor.daemon.moving.neighbours import Neighbours
 from accelvisor.daemon.moving.peers import (
     Answering,
     AskDomain,
-    Asking,
     AskTickets,
     TellRotation,
     Ways,
     read_question,
 )
-from accelvisor.daemon.moving.record import Record
+from accelvisor.daemon.moving.record import DESTINATION_ENDED, DESTINATION_OVER, SOURCE_OVER
+from accelvisor.daemon.moving.recovery import Recovery
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.moving.source import SourceMove
 from accelvisor.errors import (
@@ -35,9 +35,7 @@ from accelvisor.errors import (
     ConflictError,
     DataError,
     NotFoundError,
-    UnavailableError,
 )
-from accelvisor.frames.trust import Host
 from accelvisor.limits import LIMITS
 from accelvisor.migration import destination, source
 from accelvisor.migration import messages as wire
@@ -63,17 +61,6 @@ _TO_DESTINATION: Mapping[type[wire.Message], destination.Event] = {
     wire.Sealed: _D.SEALED,
     wire.Abort: _D.ABORT,
 }
-#: States in which a move is over for everybody who does not name it.
-SOURCE_OVER = frozenset(
-    (source.State.DONE, source.State.RETURNED, source.State.REFUSED, source.State.ABORTED)
-)
-DESTINATION_OVER = frozenset(
-    (destination.State.RUNNING, destination.State.CLOSED, destination.State.DISCARDED)
-)
-
-#: Of the way to another host: a busy CPU on either side may spoil one of them.
-_PROBES = 3
-_ENDED = frozenset((destination.State.RUNNING, destination.State.CLOSED))
 
 
 class Moves:
@@ -87,12 +74,13 @@ class Moves:
         self, services: Services, domain_state: Callable[[str], Awaitable[str]]
     ) -> None:
         self._services = services
-        self._domain_state = domain_state
         self.sources: dict[bytes, SourceMove] = {}
         self.destinations: dict[bytes, DestinationMove] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self.handler = Handler(request=self._question, notice=self._notice)
-        self._ways = Ways(services.keys, self.handler, self._link)
+        self.ways = Ways(services.keys, self.handler, self._link)
+        self.neighbours = Neighbours(services.keys)
+        self._recovery = Recovery(self, services, domain_state)
 
     async def close(self) -> None:
         """The daemon ends; what is journaled goes on with the next one."""
@@ -104,7 +92,7 @@ class Moves:
             await move.let_go()
         for coming in self.destinations.values():
             await coming.close()
-        await self._ways.close()
+        await self.ways.close()
 
     # --- a VM comes -------------------------------------------------------------------------------
 
@@ -130,11 +118,11 @@ class Moves:
             if earlier.domain_uuid == domain_uuid:
                 await self._give_up(earlier)
         await self._left(domain_uuid)
-        host = await self._find_source(domain_uuid, source_host)
+        host = await self.neighbours.source_of(domain_uuid, source_host)
         id_ = self._services.entropy(16)
-        asking = self._ways.to(host, id_)
+        asking = self.ways.to(host, id_)
         move = DestinationMove(
-            self._services, id_, domain, domain_uuid, tuple(wanted), asking, owner, self._over
+            self._services, id_, domain, domain_uuid, tuple(wanted), asking, owner, self.over
         )
         self.destinations[id_] = move
         try:
@@ -147,7 +135,7 @@ class Moves:
             if move.driver.state is destination.State.START:
                 # Nobody was asked for anything: there is no move.
                 del self.destinations[id_]
-                self._over(move)
+                self.over(move)
                 await move.close()
             else:
                 with suppress(ConflictError):
@@ -159,13 +147,13 @@ class Moves:
         """An earlier attempt of the operator's cannot become anything any more; what it made here
         must be gone before it is made again.
         """
-        if move.driver.state in _ENDED:
+        if move.driver.state in DESTINATION_ENDED:
             return
         with suppress(ConflictError):
             await move.driver.tell(_D.CANCEL)
         try:
             async with asyncio.timeout(LIMITS.migration_reserve_s):
-                await move.driver.reach(*_ENDED)
+                await move.driver.reach(*DESTINATION_ENDED)
         except TimeoutError:
             raise ConflictError(
                 "an earlier attempt to bring this domain here has not ended yet",
@@ -194,12 +182,12 @@ class Moves:
         if move is not None:
             move.driver.post(_D.LINK_BACK if back else _D.LINK_LOST)
 
-    def _over(self, move: DestinationMove) -> None:
+    def over(self, move: DestinationMove) -> None:
         def told() -> None:
             move.told = True
             self._forget(move)
 
-        self._ways.retire(move.peer.host, move.id, told)
+        self.ways.retire(move.peer.host, move.id, told)
 
     def _forget(self, move: DestinationMove) -> None:
         """What has ended, as its source knows, and which no QEMU has anything to do with."""
@@ -207,86 +195,7 @@ class Moves:
             move.driver.state is destination.State.CLOSED and move.left
         )
         if move.told and ended and self.destinations.pop(move.id, None) is not None:
-            self._spawn(move.close())
-
-    async def _find_source(self, domain_uuid: str, hint: str) -> Host:
-        hosts = self._services.keys.peers()
-        named = [host for host in hosts if host.uuid == hint]
-        if named:
-            return named[0]
-        asked = {asyncio.ensure_future(self._has(host, domain_uuid)): host for host in hosts}
-        left = set(asked)
-        try:
-            # A host that is down must not hold up the one that answers.
-            while left:
-                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                for answer in done:
-                    if answer.exception() is None and answer.result():
-                        return asked[answer]
-        finally:
-            for task in left:
-                task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)
-        raise NotFoundError(
-            "no host that this one trusts has the functions of this domain",
-            code="migration-no-source",
-            where="migration",
-            hint="accelctl trust show; accelctl trust invite and join make hosts trust each other",
-        )
-
-    async def _has(self, host: Host, domain_uuid: str) -> bool:
-        asking = Asking(self._services.keys, host, Handler(), lambda: None, lambda: None)
-        try:
-            return (await asking.ask(AskDomain(domain_uuid))) == b"\1"
-        finally:
-            await asking.close()
-
-    async def ask_fit(self, host: Host, question: AskFit) -> tuple[Fit, float]:
-        """(what a host says, bytes a second of the same question, filled up, and at its quickest).
-
-        Raises:
-            as :func:`accelvisor.migration.link.connect`; ProtocolError ``peer-answer``.
-        """
-        asking = Asking(self._services.keys, host, Handler(), lambda: None, lambda: None)
-        loop = asyncio.get_running_loop()
-        try:
-            said = await asking.fit(question)
-            filled = msgspec.structs.replace(question, filler=bytes(LIMITS.chunk_bytes))
-            took = []
-            for _ in range(_PROBES):
-                began = loop.time()
-                await asking.fit(filled)
-                took.append(loop.time() - began)
-            return said, LIMITS.chunk_bytes / max(min(took), 1e-6)
-        finally:
-            await asking.close()
-
-    async def tell_rotation(
-        self, hosts: Sequence[Host], rotate: Callable[[], bytes]
-    ) -> list[BaseException | None]:
-        """Change our keys and tell these hosts; for each what hinders it, or None.
-
-        They are connected to before that: who does not know the new keys yet lets nobody in that
-        shows them.
-        """
-        keys = self._services.keys
-        ways = [Asking(keys, host, Handler(), lambda: None, lambda: None) for host in hosts]
-        try:
-            opened = await asyncio.gather(*(way.open() for way in ways), return_exceptions=True)
-            question = TellRotation(rotate())
-            found: list[BaseException | None] = []
-            for way, link in zip(ways, opened, strict=True):
-                if isinstance(link, BaseException):
-                    found.append(link)
-                    continue
-                try:
-                    await way.ask(question)
-                    found.append(None)
-                except AccelvisorError as error:
-                    found.append(error)
-            return found
-        finally:
-            await asyncio.gather(*(way.close() for way in ways))
+            self.spawn(move.close())
 
     # --- other hosts ------------------------------------------------------------------------------
 
@@ -306,7 +215,7 @@ class Moves:
 
     def _to_destination(self, move: DestinationMove, message: wire.Message) -> None:
         if isinstance(message, wire.Committed):
-            self._spawn(self._committed(move, message))
+            self.spawn(self._committed(move, message))
             return
         if isinstance(message, wire.Aborted):
             mine = move.arbiter == "source"
@@ -316,7 +225,7 @@ class Moves:
             if move.offer is None:
                 move.offer = message
         elif isinstance(message, wire.Round):
-            move.round(message)
+            move.receiving.round(message)
         elif isinstance(message, wire.Sealed) and move.sealed is None:
             move.sealed = message
         elif isinstance(message, wire.Refuse | wire.Abort) and message.message:
@@ -471,110 +380,13 @@ class Moves:
                 coming.driver.post(here)
                 break
 
-    # --- a restart --------------------------------------------------------------------------------
-
     async def recover(self) -> None:
         """Take up the moves that the journal knows of."""
-        journal = self._services.journal
-        ended = frozenset(
-            state.value
-            for state in (
-                source.State.DONE, source.State.RETURNED,
-                destination.State.RUNNING, destination.State.CLOSED,
-            )
-        )  # fmt: skip
-        await asyncio.to_thread(journal.prune, ended)
-        now = self._services.clock_ns() / 1e9
-        for row in await asyncio.to_thread(journal.rows):
-            record = msgspec.msgpack.decode(row.record, type=Record)
-            over = row.state in ended
-            if row.role == "source":
-                self._recover_source(row.id, row.domain, row.state, record)
-                if not over:
-                    self._spawn(self._restarted_source(row.id, row.domain))
-            elif not over:
-                self._recover_destination(row.id, row.domain, row.state, record)
-                self._spawn(self._restarted_destination(row.id, row.domain))
-            elif now < row.changed + LIMITS.migration_scrub_s:
-                # What it said last may not have arrived, and the source waits for it.
-                self._recover_destination(row.id, row.domain, row.state, record)
-                self._spawn(self._reach(row.id))
+        await self._recovery.recover()
 
-    def _recover_source(self, id_: bytes, domain: str, state: str, record: Record) -> None:
-        host = UUID(hex=record.peer)
-        asked = wire.Reserve(
-            id_, domain, str(host), bytes(16),
-            tuple(wire.Wanted(uuid, "") for uuid in record.functions),
-        )  # fmt: skip
-        peer = Answering(None, host, lambda: self.sources[id_].driver.post(_S.LINK_LOST))
-        move = self.sources[id_] = SourceMove(self._services, asked, peer)
-        move.driver.state = source.State(state)
-        move.record_parts = _parts(record)
-        move.domain_name = record.domain_name
-        if move.driver.state not in SOURCE_OVER or move.driver.state is source.State.ABORTED:
-            move.held = set(record.functions)
-            self._services.functions.held |= move.held
-
-    def _recover_destination(self, id_: bytes, domain: str, state: str, record: Record) -> None:
-        wanted = tuple(wire.Wanted(uuid, "") for uuid in record.functions)
-        try:
-            host = self._services.keys.find(str(UUID(hex=record.peer)))
-        except NotFoundError:
-            LOG.error("host %s, whose move of %s is open, is trusted no more", record.peer, domain)
-            return
-        move = DestinationMove(
-            self._services, id_, record.domain_name, domain, wanted, self._ways.to(host, id_),
-            over=self._over,
-        )  # fmt: skip
-        self.destinations[id_] = move
-        move.driver.state = destination.State(state)
-        move.arbiter = record.arbiter
-        move.known = _parts(record)
-        move.brought = record.brought
-        if move.brought and move.driver.state not in _ENDED:
-            self._services.functions.held.update(record.functions)
-
-    async def _restarted_source(self, id_: bytes, domain: str) -> None:
-        state = await self._domain_state(domain)
-        events = {"running": _S.RESTARTED_RUNNING, "paused": _S.RESTARTED_PAUSED}
-        self.sources[id_].driver.post(events.get(state, _S.RESTARTED_GONE))
-
-    async def _restarted_destination(self, id_: bytes, domain: str) -> None:
-        coming = self.destinations.get(id_)
-        if coming is None:
-            return
-        state = await self._domain_state(domain)
-        events = {"running": _D.RESTARTED_RUNNING, "paused": _D.RESTARTED_PAUSED}
-        coming.driver.post(events.get(state, _D.RESTARTED_GONE))
-        await self._reach(id_)
-
-    async def _reach(self, id_: bytes) -> None:
-        """Connect to the source of a move that was taken up, however long that takes."""
-        move = self.destinations.get(id_)
-        while move is not None:
-            try:
-                await move.peer.open()
-                break
-            except UnavailableError:
-                await asyncio.sleep(1)
-            except AccelvisorError as error:
-                LOG.error("%s", error.message)
-                return
-        if move is not None:
-            move.driver.post(_D.LINK_BACK)
-            if move.driver.state in _ENDED:
-                self._over(move)
-
-    def _spawn(self, work: Any) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something beside; it ends with the daemon."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-
-def _parts(record: Record) -> tuple[wire.Part, ...]:
-    digests = record.digests or [bytes(32)] * len(record.functions)
-    epochs = record.epochs or [1] * len(record.functions)
-    return tuple(
-        wire.Part(uuid, epoch, digest)
-        for uuid, epoch, digest in zip(record.functions, epochs, digests, strict=True)
-    )

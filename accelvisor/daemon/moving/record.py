@@ -7,7 +7,18 @@ from uuid import UUID
 
 import msgspec
 
+from accelvisor.migration import destination, source
 from accelvisor.migration import messages as wire
+
+#: States in which a move is over for everybody who does not name it.
+SOURCE_OVER = frozenset(
+    (source.State.DONE, source.State.RETURNED, source.State.REFUSED, source.State.ABORTED)
+)
+DESTINATION_OVER = frozenset(
+    (destination.State.RUNNING, destination.State.CLOSED, destination.State.DISCARDED)
+)
+#: States in which a destination's move is nothing but a record.
+DESTINATION_ENDED = frozenset((destination.State.RUNNING, destination.State.CLOSED))
 
 
 class Peer(Protocol):
@@ -30,9 +41,8 @@ class Record(msgspec.Struct, array_like=True):
     digests: list[bytes]
     arbiter: str
     domain_name: str = ""
-    #: of a destination: whether functions here of these UUIDs can only be of this move
+    #: Of a destination: whether functions here of these UUIDs can only be of this move.
     brought: bool = False
-
     #: Of a source: what accelctl shows when it has ended, and why it was given up.
     numbers: dict[str, float] = {}
     reason: str = ""

@@ -1,0 +1,117 @@
+"""Questions to the other hosts that belong to no move: who has a domain, whether it would fit, and
+that our keys are new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from accelvisor.daemon.moving.fit import AskFit, Fit
+from accelvisor.daemon.moving.keys import Keys
+from accelvisor.daemon.moving.peers import AskDomain, Asking, TellRotation
+from accelvisor.errors import AccelvisorError, NotFoundError
+from accelvisor.frames.trust import Host
+from accelvisor.limits import LIMITS
+from accelvisor.migration.link import Handler
+
+#: Of the way to another host: a busy CPU on either side may spoil one of them.
+_PROBES = 3
+
+
+class Neighbours:
+    """The hosts that this one trusts."""
+
+    def __init__(self, keys: Keys) -> None:
+        self._keys = keys
+
+    async def source_of(self, domain_uuid: str, hint: str) -> Host:
+        """The host that has the functions of a domain.
+
+        Args:
+            hint: UUID of that host, when it is known; empty to ask all that are trusted.
+
+        Raises:
+            NotFoundError: ``migration-no-source``.
+        """
+        hosts = self._keys.peers()
+        named = [host for host in hosts if host.uuid == hint]
+        if named:
+            return named[0]
+        asked = {asyncio.ensure_future(self._has(host, domain_uuid)): host for host in hosts}
+        left = set(asked)
+        try:
+            # A host that is down must not hold up the one that answers.
+            while left:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                for answer in done:
+                    if answer.exception() is None and answer.result():
+                        return asked[answer]
+        finally:
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
+        raise NotFoundError(
+            "no host that this one trusts has the functions of this domain",
+            code="migration-no-source",
+            where="migration",
+            hint="accelctl trust show; accelctl trust invite and join make hosts trust each other",
+        )
+
+    async def _has(self, host: Host, domain_uuid: str) -> bool:
+        asking = self._asking(host)
+        try:
+            return (await asking.ask(AskDomain(domain_uuid))) == b"\1"
+        finally:
+            await asking.close()
+
+    async def fit(self, host: Host, question: AskFit) -> tuple[Fit, float]:
+        """(what a host says, bytes a second of the same question, filled up, and at its quickest).
+
+        Raises:
+            as :func:`accelvisor.migration.link.connect`; ProtocolError ``peer-answer``.
+        """
+        asking = self._asking(host)
+        loop = asyncio.get_running_loop()
+        try:
+            said = await asking.fit(question)
+            filled = msgspec.structs.replace(question, filler=bytes(LIMITS.chunk_bytes))
+            took = []
+            for _ in range(_PROBES):
+                began = loop.time()
+                await asking.fit(filled)
+                took.append(loop.time() - began)
+            return said, LIMITS.chunk_bytes / max(min(took), 1e-6)
+        finally:
+            await asking.close()
+
+    async def rotate(
+        self, hosts: Sequence[Host], rotate: Callable[[], bytes]
+    ) -> list[BaseException | None]:
+        """Change our keys and tell these hosts; for each what hinders it, or None.
+
+        They are connected to before that: who does not know the new keys yet lets nobody in that
+        shows them.
+        """
+        ways = [self._asking(host) for host in hosts]
+        try:
+            opened = await asyncio.gather(*(way.open() for way in ways), return_exceptions=True)
+            question = TellRotation(rotate())
+            found: list[BaseException | None] = []
+            for way, link in zip(ways, opened, strict=True):
+                if isinstance(link, BaseException):
+                    found.append(link)
+                    continue
+                try:
+                    await way.ask(question)
+                    found.append(None)
+                except AccelvisorError as error:
+                    found.append(error)
+            return found
+        finally:
+            await asyncio.gather(*(way.close() for way in ways))
+
+    def _asking(self, host: Host) -> Asking:
+        return Asking(self._keys, host, Handler(), lambda: None, lambda: None)
