@@ -36,6 +36,7 @@ async def admit(functions: Functions, function: Function) -> None:
     paths = functions.world.paths.function(function.uuid)
     files.write(paths, functions.specification(function))
     await function_link.call(paths.holder_socket, "admit", {"peer": peer(function.domain_uuid)})
+    await functions.on_owner()
 
 
 async def take(

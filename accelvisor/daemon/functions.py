@@ -90,6 +90,8 @@ class Functions:
         self.spares = Spares(world.paths, world.supervisor, world.new_uuid, config.daemon.spares)
         #: Called with the UUID of each function that is no more on this host.
         self.on_removed: Callable[[str], Awaitable[None]] = _nothing
+        #: Called when a function has got another domain, or none, before anybody uses it there.
+        self.on_owner: Callable[[], Awaitable[None]] = _nothing
         #: Called with the UUID of each function whose process was found ready.
         self.on_ready: Callable[[str], None] = lambda uuid: None
 
@@ -434,5 +436,5 @@ def _checked_name(name: str | None, uuid: str) -> str:
     return name
 
 
-async def _nothing(_uuid: str) -> None:
+async def _nothing(*_of: str) -> None:
     """Nobody wants to know."""

@@ -100,12 +100,14 @@ class Doors:
         if pair is not None:
             pair.status = "paused"
 
-    async def keep(self, domains: Iterable[str]) -> None:
-        """Sockets for exactly these domains."""
-        wanted = set(domains)
-        for domain in [domain for domain in self._pairs if domain not in wanted]:
-            await self._pairs.pop(domain).close()
-        for domain in wanted:
+    async def keep(self, wanted: Callable[[], Iterable[str]]) -> None:
+        """Sockets for exactly these domains. It is asked for each one again before its sockets are
+        taken away: meanwhile somebody may have opened them."""
+        for domain in list(self._pairs):
+            async with self._opening.setdefault(domain, asyncio.Lock()):
+                if domain in self._pairs and domain not in set(wanted()):
+                    await self._pairs.pop(domain).close()
+        for domain in set(wanted()):
             try:
                 await self.open(domain)
             except AccelvisorError as error:

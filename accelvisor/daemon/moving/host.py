@@ -97,6 +97,7 @@ class MovingHost:
         self._around = around
         #: Everything is about to move away from this host.
         self.draining = False
+        self._expected: set[str] = set()  # domains for which room is being made
         self._undo = AsyncExitStack()
 
     @property
@@ -172,6 +173,7 @@ class MovingHost:
         self.switch.use(self.doors)
         undo.push_async_callback(self.doors.close)
         around.functions.on_removed = self._removed
+        around.functions.on_owner = self.follow
         await self.follow()
         self.listener: Listener | None = None
         if settings.listen:
@@ -233,11 +235,16 @@ class MovingHost:
                 await self.services.owners.ledger.release(uuid)
         except AccelvisorError as error:
             LOG.warning("function %s, which is gone: %s", uuid, error.message)
+        await self.follow()
 
     async def follow(self) -> None:
-        """Sockets for exactly the domains that have functions."""
+        """Sockets for exactly the domains that have functions, or are about to."""
+        await self.doors.keep(self._accompanied)
+
+    def _accompanied(self) -> set[str]:
         functions = self._around.functions.registry.all()
-        await self.doors.keep({f.domain_uuid for f in functions if f.domain_uuid is not None})
+        owners = {f.domain_uuid for f in functions if f.domain_uuid is not None}
+        return owners | self.moves.domains() | self._expected
 
     # --- trust ------------------------------------------------------------------------------------
 
@@ -338,10 +345,14 @@ class MovingHost:
             return xml
         whose = entries.ownership(xml)
         wanted = tuple(wire.Wanted(function, "") for function in functions)
-        await self.doors.open(domain_uuid)
-        await self.moves.begin(
-            domain, domain_uuid, wanted, source_host=whose.host, owner=whose.owner
-        )
+        self._expected.add(domain_uuid)
+        try:
+            await self.doors.open(domain_uuid)
+            await self.moves.begin(
+                domain, domain_uuid, wanted, source_host=whose.host, owner=whose.owner
+            )
+        finally:
+            self._expected.discard(domain_uuid)
         return rewrite.rewrite(xml, host=str(self.keys.host), run=self._around.paths.run)
 
     async def prepare_restore(self, xml: str) -> str:

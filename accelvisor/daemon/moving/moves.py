@@ -320,6 +320,12 @@ class Moves:
                 return move
         return None
 
+    def domains(self) -> set[str]:
+        """UUIDs of all that come or go."""
+        coming = {move.domain_uuid for move in self.destinations.values()}
+        going = {move.asked.domain for move in self.sources.values()}
+        return {one for one in coming | going if self.coming(one) or self.going(one)}
+
     async def owners(self, domain_uuid: str) -> bool | None:
         """QEMU asks who has state: the last moment to say no. None: no move has to do with it."""
         if self.coming(domain_uuid) is not None:
