@@ -46,6 +46,8 @@ def shared(hosts: Hosts) -> Iterator[tuple[MovingVm, Training]]:
 def vm(shared: tuple[MovingVm, Training]) -> Iterator[MovingVm]:
     """The shared one; after the test it computes on, and what it computed is right."""
     vm, training = shared
+    if training.idle:
+        training.begin()
     yield vm
     training.goes_on()
     training.lap()
