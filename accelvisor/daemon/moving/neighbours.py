@@ -31,15 +31,21 @@ class Neighbours:
         """The host that has the functions of a domain.
 
         Args:
-            hint: UUID of that host, when it is known; empty to ask all that are trusted.
+            hint: UUID of the host that should have it; it is asked first. Empty: nobody knows.
 
         Raises:
             NotFoundError: ``migration-no-source``.
+            AccelvisorError: why the host of ``hint`` cannot be asked, when no other one has it.
         """
         hosts = self._keys.peers()
-        named = [host for host in hosts if host.uuid == hint]
-        if named:
-            return named[0]
+        missing: AccelvisorError | None = None
+        for host in [host for host in hosts if host.uuid == hint]:
+            try:
+                if await self._has(host, domain_uuid):
+                    return host
+            except AccelvisorError as error:
+                missing = error
+            hosts.remove(host)
         asked = {asyncio.ensure_future(self._has(host, domain_uuid)): host for host in hosts}
         left = set(asked)
         try:
@@ -53,6 +59,8 @@ class Neighbours:
             for task in left:
                 task.cancel()
             await asyncio.gather(*left, return_exceptions=True)
+        if missing is not None:
+            raise missing
         raise NotFoundError(
             "no host that this one trusts has the functions of this domain",
             code="migration-no-source",
