@@ -39,6 +39,7 @@ class EmbeddedVm:
 
     Args:
         functions: UUIDs, which it is given.
+        uuid: its own; a new one by default.
         ram_bytes: of the guest.
     """
 
@@ -48,11 +49,12 @@ class EmbeddedVm:
         functions: Sequence[str],
         *,
         name: str = "vm",
+        uuid: str = "",
         ram_bytes: int = 64 * MIB,
     ) -> None:
         self.host = host
         self.name = name
-        self.uuid = str(uuids.uuid4())
+        self.uuid = uuid or str(uuids.uuid4())
         self.functions = list(functions)
         self._ram_bytes = ram_bytes
         self.cpu = threading.RLock()

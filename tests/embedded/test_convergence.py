@@ -11,25 +11,27 @@ import numpy as np
 from accelvisor.embedded.host import EmbeddedHost
 from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.guest.function import Function
+from accelvisor.limits import MIB
 
-from .moving import config, free_port, join, wait_for
+from .moving import config, free_port, join, two_hosts, wait_for
 
 #: Each pass over them rewrites 2 MiB.
 N = 512 * 1024
+TINY_BYTES = 8 * MIB
 SLOW = 'rate = "5MiB"\nstreams = 1\nfirst_pass_s = 0\n'
 
 
 class Writer(threading.Thread):
-    """Rewrites the same tensors without a pause."""
+    """Rewrites the same tensor of ``count`` numbers without a pause."""
 
-    def __init__(self, vm: EmbeddedVm) -> None:
+    def __init__(self, vm: EmbeddedVm, count: int = N) -> None:
         super().__init__(daemon=True)
         self._vm = vm
         with vm.cpu:
             self.function = Function(vm.transport())
-            numbers = np.random.default_rng(1).standard_normal(N).astype(np.float32)
+            numbers = np.random.default_rng(1).standard_normal(count).astype(np.float32)
             self.x = self.function.tensor(numbers)
-            self.y = self.function.empty((N,))
+            self.y = self.function.empty((count,))
         self.passes = 0
         self.ended = threading.Event()
 
@@ -67,4 +69,23 @@ def test_a_function_that_outruns_the_link_is_slowed_down_and_moves() -> None:
         assert moved["outcome"] == "moved"
         assert moved["numbers"]["throttle"] < 100
         assert moved["numbers"]["downtime"] is not None
+        vm.close()
+
+
+def test_only_what_was_written_is_copied_while_the_vm_stands_still() -> None:
+    """5 % of the memory is written all the time: at most 10 % of it is left for the end."""
+    with two_hosts() as (a, b):
+        vm = EmbeddedVm(a, [a.create("tiny")["uuid"]])
+        writer = Writer(vm, TINY_BYTES // 20 // 4)
+        with vm.cpu:
+            kept = [writer.function.tensor(writer.x.numpy()) for _ in range(12)]
+        writer.start()
+        vm.migrate(b)
+        writer.ended.set()
+        writer.join(30)
+        with a.admin() as admin:
+            (moved,) = admin.call("ListMigrations")["migrations"]
+        sent = moved["numbers"]["last_round_bytes"]
+        assert TINY_BYTES // 20 <= sent <= TINY_BYTES // 10
+        assert moved["numbers"]["sent_bytes"] > len(kept) * TINY_BYTES // 20
         vm.close()

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from accelvisor.daemon import function_link
-from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.errors import AccelvisorError
 
-from . import ledgers
-from .moving import RAM, Guest, config, free_port, join, unmoved, wait_for
+from .case import Case, a_case
 from .pausing import PausingHost
 
 SOURCE = ("offered", "sealed", "committed", "done")
@@ -27,96 +24,10 @@ DESTINATION = (
 STEPS = [*(f"source:{step}" for step in SOURCE), *(f"destination:{s}" for s in DESTINATION)]
 
 
-class Case:
-    """One VM on two hosts, and its moves with a death each."""
-
-    def __init__(self, hosts: list[PausingHost]) -> None:
-        self.hosts = hosts
-        self.function = hosts[0].create("tiny")["uuid"]
-        self.vm = EmbeddedVm(hosts[0], [self.function], ram_bytes=RAM)
-        self.guest = Guest(self.vm)
-        self.guest.go.set()
-        self.guest.wait_rounds()
-
-    @property
-    def source(self) -> PausingHost:
-        return self.hosts[self.vm.host is not self.hosts[0]]
-
-    @property
-    def destination(self) -> PausingHost:
-        return self.hosts[self.vm.host is self.hosts[0]]
-
-    def move(self, step: str, die: Callable[[PausingHost, PausingHost], None]) -> str:
-        """Move; at ``step`` somebody dies. What the move ended with."""
-        source, destination = self.source, self.destination
-        side = source if step.startswith("source:") else destination
-        side.pause_at(step)
-        outcome = ["moved"]
-
-        def run() -> None:
-            try:
-                self.vm.migrate(destination)
-            except AccelvisorError as error:
-                outcome[0] = error.code
-
-        moving = threading.Thread(target=run, daemon=True)
-        moving.start()
-        side.wait_pause(step)
-        die(source, destination)
-        side.go_on(step)
-        moving.join(60)
-        assert not moving.is_alive()
-        for host in self.hosts:
-            if not host.alive:
-                host.start()
-        self.settled()
-        return outcome[0]
-
-    def settled(self) -> None:
-        """The guest computes where the VM is, that host owns the function, the other has none."""
-        here, there = self.source, self.destination
-        self.guest.wait_rounds(2)
-        wait_for(lambda: self.listed(there) == [], "the other host keeps something")
-        assert self.listed(here) == [self.function]
-        wait_for(lambda: self.vm.machine.attached, "the VM's QEMU is not asked to come back")
-        if ledgers.history(here, self.function):
-            assert ledgers.owner(self.hosts, self.function) == uuid_of(here)
-
-    @staticmethod
-    def listed(host: PausingHost) -> list[str]:
-        with host.admin() as admin:
-            return [function["uuid"] for function in admin.call("ListFunctions")["functions"]]
-
-    def end(self) -> None:
-        digests = self.guest.finish()
-        with self.vm.cpu:
-            assert self.guest.work.counts() == (len(digests), 0)
-        self.vm.close()
-        assert digests == unmoved(self.hosts[0], len(digests))
-
-
-def uuid_of(host: PausingHost) -> str:
-    with host.admin() as admin:
-        return str(admin.call("GetHost")["host"]["uuid"])
-
-
 @pytest.fixture
 def case() -> Iterator[Case]:
-    with ExitStack() as stack:
-        hosts = [
-            stack.enter_context(
-                PausingHost(config(name), listen=f"127.0.0.1:{free_port()}")
-            )
-            for name in "ab"
-        ]
-        join(*hosts)
-        made = Case(hosts)
-        try:
-            yield made
-        except BaseException:
-            for host in hosts:
-                print(host.log())
-            raise
+    with a_case() as made:
+        yield made
 
 
 def order_holder(host: PausingHost, function: str, method: str) -> None:

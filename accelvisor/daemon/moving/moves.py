@@ -254,6 +254,9 @@ class Moves:
         if move is None or move.peer.host != link.host:
             LOG.info("host %s tells of a move that is not known here", link.host)
             return
+        if move.heard is not None:
+            move.heard.append((link, message))
+            return
         if isinstance(move.peer, Answering) and move.peer.use(link):
             move.driver.post(_S.LINK_BACK)
         event = _S.RESERVE if isinstance(message, wire.Reserve) else _TO_SOURCE.get(type(message))
@@ -270,6 +273,12 @@ class Moves:
         if isinstance(message, wire.Running):
             move.pace.mark("running")
         move.driver.post(event)
+
+    def listen(self, move: SourceMove) -> None:
+        """It is known what a restart found: what was heard meanwhile is answered now."""
+        heard, move.heard = move.heard or (), None
+        for link, message in heard:
+            self._to_source(link, message)
 
     def _new_source(self, link: PeerLink, asked: wire.Reserve) -> SourceMove:
         id_ = asked.migration

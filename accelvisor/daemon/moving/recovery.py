@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _S, _D = source.Event, destination.Event
+#: Messages that are kept for a move until it is known where its VM is.
+_HEARD = 16
 
 
 class Recovery:
@@ -59,6 +62,7 @@ class Recovery:
             if row.role == "source":
                 self._recover_source(row.id, row.domain, row.state, record)
                 if not over:
+                    self._moves.sources[row.id].heard = deque(maxlen=_HEARD)
                     self._moves.spawn(self._restarted_source(row.id, row.domain))
             elif not over:
                 self._recover_destination(row.id, row.domain, row.state, record)
@@ -105,7 +109,9 @@ class Recovery:
     async def _restarted_source(self, id_: bytes, domain: str) -> None:
         state = await self._domain_state(domain)
         events = {"running": _S.RESTARTED_RUNNING, "paused": _S.RESTARTED_PAUSED}
-        self._moves.sources[id_].driver.post(events.get(state, _S.RESTARTED_GONE))
+        move = self._moves.sources[id_]
+        move.driver.post(events.get(state, _S.RESTARTED_GONE))
+        self._moves.listen(move)
 
     async def _restarted_destination(self, id_: bytes, domain: str) -> None:
         coming = self._moves.destinations.get(id_)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 
 import msgspec
 
@@ -23,6 +24,7 @@ from accelvisor.limits import LIMITS
 from accelvisor.migration import actions, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.ledger import Transfer, Verdict
+from accelvisor.migration.link import PeerLink
 from accelvisor.migration.sender import Sender
 from accelvisor.migration.source import Event, State
 
@@ -62,6 +64,9 @@ class SourceMove:
         #: The functions that nobody else may act on because of this move.
         self.held: set[str] = set()
         self.records: tuple[bytes, ...] = ()
+        #: What was heard since a restart, until it is known what became of the VM: only then can it
+        #: be answered. The newest few: a destination says again what matters. None: nothing waits.
+        self.heard: deque[tuple[PeerLink, wire.Message]] | None = None
         self._offer: wire.Offer
         self.copying = Copying(
             services, f"move of {asked.domain} away", self.pace, self._everywhere,
