@@ -29,6 +29,7 @@ from accelvisor.lab.guest import Guest
 from accelvisor.lab.host import LabHost
 from accelvisor.lab.laboratory import Laboratory
 from accelvisor.lab.progress import Progress
+from accelvisor.limits import MIB
 
 _FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "digits"
 _VM = "digits"
@@ -82,6 +83,8 @@ class Moved:
     seconds: float
     downtime_ms: float
     still_ms: float
+    checkpoint_bytes: int
+    flipped: str
     forger: str
     refused: str
 
@@ -203,9 +206,11 @@ class Demonstration:
         with self._progress.step("waiting for the training"):
             guest = guest.on(self._other)
             figures.trained = json.loads(guest.finish(pid, timeout=300).stdout)
+        with self._progress.step("a checkpoint with one bit flipped, and the true one"):
+            size, flipped = self._flip()
         with self._progress.step("moving it back, as one who may not"):
             forger, refused = self._forge()
-        figures.moved = Moved(*moved, forger, refused)
+        figures.moved = Moved(*moved, size, flipped, forger, refused)
 
     def _move(self) -> tuple[float, float, float]:
         """Plain virsh; (seconds, libvirt's downtime, how long the function stood still).
@@ -231,6 +236,25 @@ class Demonstration:
         argv = ["journalctl", "--unit=accelvisor", "--output=short-monotonic", "--no-pager"]
         lines = [line for line in host.run(argv).stdout.splitlines() if words in line]
         return float(lines[-1][1:].split("]")[0])
+
+    def _flip(self) -> tuple[int, str]:
+        """A checkpoint of the function goes to the first host, once with one bit flipped and once
+        as it is; (its bytes, what is said of the first, if the second was taken).
+        """
+        path = f"{_ON_HOST}.checkpoint"
+        made = self._accelctl("checkpoint", "create", _FUNCTION, on=self._other)["checkpoint"]
+        words = ["checkpoint", "export", made["name"], path, "--for", self._host.name]
+        self._accelctl(*words, on=self._other)
+        true = self._other.pull(path)
+        forged = bytearray(true)
+        forged[len(forged) // 2] ^= 1
+        self._host.push(bytes(forged), path)
+        said = self._host.run(["accelctl", "checkpoint", "import", path], check=False).stderr
+        self._host.push(true, path)
+        self._accelctl("checkpoint", "import", path)
+        for host in (self._host, self._other):
+            host.run(["rm", path])
+        return len(true), said.partition("accelctl: ")[2].splitlines()[0] if said else ""
 
     def _forge(self) -> tuple[str, str]:
         """A host whose key was revoked sends the VM back; (who that is, what virsh is told)."""
@@ -389,4 +413,8 @@ class Demonstration:
         said = re.sub(r" \([^()]*\)$", "", moved.refused) or "it was not refused"
         shown = textwrap.fill(f"{moved.forger}, is refused: {said}", 66)
         _say("forger", report.verdict(bool(moved.refused), shown))
-        return bool(moved.refused)
+        said = moved.flipped or "it was not refused"
+        size = f"{moved.checkpoint_bytes / MIB:.1f} MiB"
+        shown = textwrap.fill(f"a checkpoint of {size} with one bit flipped is refused: {said}", 66)
+        _say("forgery", report.verdict(bool(moved.flipped), shown))
+        return bool(moved.refused and moved.flipped)

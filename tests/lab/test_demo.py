@@ -18,4 +18,4 @@ def test_vm_computes_the_reference_bits_on_its_function_and_moves_with_it(two_ho
     shown = capsys.readouterr().out
     assert held, shown
     assert "Processing accelerators [1200]" in shown
-    assert shown.count("✔") == 3
+    assert shown.count("✔") == 4
