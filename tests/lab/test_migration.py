@@ -38,6 +38,7 @@ rm -f /usr/local/lib/libblas.so.3 /usr/local/lib/own-blas
 """
 #: Of QEMU, in MiB/s: so slow that a pre-copy lasts until something was done to it.
 SLOW = ("--bandwidth", "2")
+HOOK = "qemu.d/50-accelvisor"
 
 
 @pytest.fixture(scope="module")
@@ -289,6 +290,30 @@ def test_a_precopy_that_is_disturbed_leaves_the_vm_where_it_was(
     moving.fast()
     assert moving.end()
     vm.only_at(moving.source)
+
+
+def test_a_hook_that_is_killed_refuses_the_move(vm: MovingVm) -> None:
+    """It waits for a daemon that stands still, as one that asks a slow network does."""
+    source, there = vm.here, vm.there
+    stopped = daemon(there)
+    there.run(["kill", "-STOP", stopped])
+    said: list[str] = []
+    moving = threading.Thread(target=lambda: said.append(vm.migrate()))
+    moving.start()
+    try:
+        there.wait(lambda: hooks(there) or said, deadline_s=30, what="the hook to wait")
+        while not said and moving.is_alive():
+            there.run(["pkill", "-KILL", "-f", HOOK], check=False)
+            moving.join(0.1)
+    finally:
+        there.run(["kill", "-CONT", stopped])
+    moving.join(60)
+    assert "signal 9" in said[0]
+    vm.only_at(source)
+
+
+def hooks(host: LabHost) -> list[str]:
+    return host.run(["pgrep", "-f", HOOK], check=False).stdout.split()
 
 
 @pytest.mark.parametrize("side", ["source", "destination"])
