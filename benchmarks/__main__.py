@@ -15,7 +15,7 @@ from benchmarks.record import Record, table
 #: group -> modules with ``run(quick: bool) -> Iterable[Record]``
 GROUPS = {
     "device": ("benchmarks.device",),
-    "migration": ("benchmarks.migration", "benchmarks.checkpoint"),
+    "migration": ("benchmarks.migration", "benchmarks.checkpoint", "benchmarks.moves"),
 }
 #: Only when named: they need the laboratory.
 ON_DEMAND = {"migration-lab": ("benchmarks.migration_lab",)}
