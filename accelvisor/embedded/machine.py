@@ -237,6 +237,7 @@ class Machine:
             "query-status": lambda _: {
                 "running": self.running, "status": "running" if self.running else "inmigrate",
             },
+            "query-migrate-capabilities": lambda _: [],
             "query-pci": lambda _: self._ports.buses(),
             "qom-get": lambda a: f"/machine/peripheral/{_port_of(a['path'])}",
             "human-monitor-command": lambda a: self._human(a["command-line"]),

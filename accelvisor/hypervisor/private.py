@@ -15,7 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from accelvisor.errors import AccelvisorError, DeadlineError, ProtocolError, UnavailableError
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DeadlineError,
+    ProtocolError,
+    UnavailableError,
+)
 from accelvisor.hypervisor.companions import VMSTATE_ID, vmstate_object
 from accelvisor.hypervisor.endpoints import Door, Peer
 from accelvisor.hypervisor.monitor import MonitorError
@@ -99,6 +105,23 @@ class Private:
         """The output of a command of the human monitor. Raises as :meth:`execute`."""
         arguments = {"command-line": line}
         return str(await self.execute("human-monitor-command", arguments, deadline_s=deadline_s))
+
+    async def require_precopy(self) -> None:
+        """The VM does not run here before all its memory has come: QEMU fetches the rest when the
+        VM touches it, and knows nothing of a function that does (userfaultfd(2) is per process).
+
+        Raises:
+            ConflictError: ``migration-postcopy``; and as :meth:`execute`.
+        """
+        for one in await self.execute("query-migrate-capabilities"):
+            if one.get("capability") == "postcopy-ram" and one.get("state"):
+                raise ConflictError(
+                    "a VM with a function cannot migrate by post-copy",
+                    code="migration-postcopy",
+                    where="migration",
+                    hint="migrate without --postcopy: the function would read the VM's memory"
+                    " before it is there",
+                )
 
     async def reattach(self, bus: str) -> None:
         """Have QEMU connect to the bus again, at the path ``bus``: it does that only when the

@@ -3,13 +3,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accelvisor.errors import AccelvisorError
+from accelvisor.errors import AccelvisorError, ConflictError
 from accelvisor.hypervisor.private import EVENTS, Private
 from accelvisor.hypervisor.qmp import Event
 from tests.hypervisor.samples import DOMAIN
@@ -242,5 +242,24 @@ def test_a_bus_that_qemu_cannot_reach_is_an_error(tmp_path: Path) -> None:
             assert "failed to connect" in error.message
             await on.private.close()
             await asked
+
+    run(scene())
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_a_vm_that_is_to_run_before_its_memory_came_is_refused(tmp_path: Path, state: bool) -> None:
+    told = [
+        {"capability": "auto-converge", "state": True},
+        {"capability": "postcopy-ram", "state": state},
+    ]
+
+    async def scene() -> None:
+        async with listening(tmp_path) as on:
+            qemu = await on.qemu()
+            asked = asyncio.ensure_future(qemu.serve({"query-migrate-capabilities": told}))
+            with pytest.raises(ConflictError, match="post-copy") if state else nullcontext():
+                await on.private.require_precopy()
+            await on.private.close()
+            assert await asked == ["query-migrate-capabilities"]
 
     run(scene())

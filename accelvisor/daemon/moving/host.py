@@ -376,6 +376,9 @@ class MovingHost:
         if move is None:
             await self.switch.restore_context(self.doors, domain_uuid)
             return
+        pair = await self.doors.open(domain_uuid)
+        await pair.monitor.wait_connected(_MONITOR_S)
+        await pair.monitor.require_precopy()
         for part in move.parts:
             await self._order(part.uuid, "track", on=True)
         given = await self._give_context(move, None)

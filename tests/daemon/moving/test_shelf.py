@@ -20,7 +20,7 @@ from accelvisor.errors import (
     UsageError,
 )
 
-F = str(uuid4())
+F = "7d813c1d-8768-4eaf-a562-9e9e69b5bbbd"
 
 
 @pytest.fixture
