@@ -134,6 +134,8 @@ class Limits:
     migration_load_s: float = 20.0
     # Between two questions to an arbiter that did not answer.
     migration_retry_s: float = 1.0
+    # Until libvirt has started a QEMU for a reservation; one with huge pages takes its time.
+    migration_start_s: float = 60.0
     # How long the source keeps what was committed away while the destination is silent.
     migration_scrub_s: float = 300.0
     # One request to one etcd endpoint; a healthy one answers in milliseconds.

@@ -15,6 +15,7 @@ import errno
 import logging
 import os
 import pwd
+import select
 import socket
 import struct
 from collections import deque
@@ -187,9 +188,19 @@ class _Client(asyncio.Protocol):
         # A client that only closed its writing side still gets its answers, but no endless stream.
         self._ended = True
         self._wake.set()
+        waiting = [*self._calls, *([] if self._answering is None else [self._answering])]
+        if self._left() and not any(call.oneway for call in waiting):
+            return False  # nobody hears an answer: what was begun for it is broken off
         if self._answering is not None:
             return not self._answering.more
         return bool(self._calls)
+
+    def _left(self) -> bool:
+        """Whether the client closed both directions: the end of what it sends does not tell."""
+        sock = self._transport.get_extra_info("socket")
+        poll = select.poll()
+        poll.register(sock.fileno(), 0)  # a hang-up is told in any case
+        return any(events & select.POLLHUP for _, events in poll.poll(0))
 
     def pause_writing(self) -> None:
         self._writable.clear()

@@ -38,6 +38,7 @@ class Service:
     def __init__(self) -> None:
         self.release = asyncio.Event()
         self.running = 0
+        self.broken_off = 0
         self.streams = 0
 
     async def list_functions(self) -> dict[str, Any]:
@@ -57,8 +58,13 @@ class Service:
 
     async def list_domains(self) -> dict[str, Any]:
         self.running += 1
-        await self.release.wait()
-        self.running -= 1
+        try:
+            await self.release.wait()
+        except asyncio.CancelledError:
+            self.broken_off += 1
+            raise
+        finally:
+            self.running -= 1
         return {"domains": []}
 
     async def watch_events(self, after: int | None = None) -> AsyncIterator[dict[str, Any]]:
@@ -445,6 +451,38 @@ def test_a_client_that_closes_its_side_gets_its_answers() -> None:
             assert (await reply(reader))["parameters"] == {"functions": []}
             assert await reader.read() == b""
             writer.close()
+
+    run(scenario)
+
+
+def test_a_client_that_is_gone_is_not_worked_for() -> None:
+    async def scenario() -> None:
+        async with serving() as place:
+            _, writer = await place.raw()
+            writer.write(call("ListDomains"))
+            async with asyncio.timeout(5):
+                while not place.service.running:
+                    await asyncio.sleep(0)
+                writer.close()
+                while not place.service.broken_off:
+                    await asyncio.sleep(0)
+
+    run(scenario)
+
+
+def test_what_a_client_wants_no_answer_to_is_done_without_it() -> None:
+    async def scenario() -> None:
+        async with serving() as place:
+            _, writer = await place.raw()
+            writer.write(call("ListDomains", oneway=True))
+            writer.close()
+            async with asyncio.timeout(5):
+                while not place.service.running:
+                    await asyncio.sleep(0)
+                place.service.release.set()
+                while place.service.running:
+                    await asyncio.sleep(0)
+            assert not place.service.broken_off
 
     run(scenario)
 

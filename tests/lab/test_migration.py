@@ -292,13 +292,6 @@ def test_a_precopy_that_is_disturbed_leaves_the_vm_where_it_was(
     vm.only_at(moving.source)
 
 
-def test_postcopy_is_refused(vm: MovingVm) -> None:
-    """The function would read memory that has not come."""
-    source = vm.here
-    assert "post-copy" in vm.migrate("--postcopy", "--postcopy-after-precopy")
-    vm.only_at(source)
-
-
 def test_parallel_connections_and_autoconverge_are_as_good(vm: MovingVm) -> None:
     vm.move("--parallel", "--parallel-connections", "2", "--auto-converge")
 

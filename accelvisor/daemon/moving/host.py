@@ -7,7 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,10 +15,10 @@ from uuid import UUID
 
 from accelvisor.daemon.config import Config, MigrationConfig
 from accelvisor.daemon.functions import Functions
-from accelvisor.daemon.moving import checkpoints, orders
+from accelvisor.daemon.moving import checkpoints
 from accelvisor.daemon.moving.anticipation import Policy, Watchman
+from accelvisor.daemon.moving.arriving import MONITOR_S, Arriving
 from accelvisor.daemon.moving.checkpoints import Checkpoints
-from accelvisor.daemon.moving.destination import DestinationMove
 from accelvisor.daemon.moving.doors import Doors
 from accelvisor.daemon.moving.evidence import AuditFile, Nonces
 from accelvisor.daemon.moving.journal import Journal
@@ -52,10 +52,6 @@ from accelvisor.migration.listener import Deposit, Listener
 from accelvisor.migration.tickets import Tickets
 
 LOG = logging.getLogger(__name__)
-#: How often it is asked whether the guest changed its PCI context (seconds).
-_CONTEXT_S = 0.5
-#: How long a QEMU may take to connect its private monitor (seconds): it tries once a second.
-_MONITOR_S = 3.0
 
 
 class ClosingLedger(Ledger, Protocol):
@@ -171,6 +167,7 @@ class MovingHost:
         undo.push_async_callback(self.switch.close)
         self.doors = Doors(around.paths.run, self.switch, self.switch.event, around.group)
         self.switch.use(self.doors)
+        self.arriving = Arriving(self.services, self.doors)
         undo.push_async_callback(self.doors.close)
         around.functions.on_removed = self._removed
         around.functions.on_owner = self.follow
@@ -348,9 +345,10 @@ class MovingHost:
         self._expected.add(domain_uuid)
         try:
             await self.doors.open(domain_uuid)
-            await self.moves.begin(
+            move = await self.moves.begin(
                 domain, domain_uuid, wanted, source_host=whose.host, owner=whose.owner
             )
+            self.moves.spawn(self.arriving.expect(move))
         finally:
             self._expected.discard(domain_uuid)
         return rewrite.rewrite(xml, host=str(self.keys.host), run=self._around.paths.run)
@@ -376,56 +374,11 @@ class MovingHost:
         if move is None:
             await self.switch.restore_context(self.doors, domain_uuid)
             return
-        pair = await self.doors.open(domain_uuid)
-        await pair.monitor.wait_connected(_MONITOR_S)
-        await pair.monitor.require_precopy()
-        for part in move.parts:
-            await self._order(part.uuid, "track", on=True)
-        given = await self._give_context(move, None)
-        try:
-            async with asyncio.timeout(self.services.settings.first_pass_s):
-                await move.receiving.first_pass.wait()
-        except TimeoutError:
-            LOG.info("%s: the first pass goes on beside QEMU's own", domain)
-        move.beside = asyncio.get_running_loop().create_task(self._refresh(move, given))
+        await self.arriving.restore_context(move)
 
     async def gone(self, domain_uuid: str, reason: str) -> None:
         """The domain's QEMU is not there any more."""
-        await self.switch.gone(domain_uuid)
-
-    async def _give_context(
-        self, move: DestinationMove, known: Sequence[bytes] | None
-    ) -> Sequence[bytes]:
-        """What the source's functions have now, where it differs from what was given before."""
-        pair = await self.doors.open(move.domain_uuid)
-        await pair.monitor.wait_connected(_MONITOR_S)
-        asking = asyncio.create_task(move.peer.context(move.id))
-        # Once its QEMU waits for the seal the source's monitor answers nothing: nor do we wait.
-        now = asking if known is None else move.receiving.while_receiving(asking)
-        wanted = await now or known or ()
-        for index, part in enumerate(move.parts):
-            if known is None or known[index] != wanted[index]:
-                if known is not None:
-                    LOG.info("%s: its guest changed the PCI context of %s", move.domain, part.uuid)
-                await context.restore(pair.monitor, part.uuid, wanted[index])
-        return wanted
-
-    async def _refresh(self, move: DestinationMove, given: Sequence[bytes]) -> None:
-        """The guest may load a driver, or move its interrupt, while its memory is copied.
-
-        It ends with the seal, and the move waits for that before it says that it has verified it:
-        until then QEMU cannot come to loading, after which its guest may run, and a port that is
-        written then would be the guest's.
-        """
-        seen = move.receiving.rounds
-        while await move.receiving.still_receiving(_CONTEXT_S):
-            if move.receiving.rounds == seen:
-                continue
-            seen = move.receiving.rounds
-            try:
-                given = await self._give_context(move, given)
-            except AccelvisorError as error:
-                LOG.info("%s: %s", move.domain, error.message)
+        await self._around.functions.carry(self.switch.gone(domain_uuid))
 
     async def _context(self, domain: str, function: str, config: bytes) -> bytes:
         pair = self.doors.find(domain)
@@ -438,16 +391,12 @@ class MovingHost:
             )
         return await context.observe(pair.monitor, function, config)
 
-    async def _order(self, uuid: str, method: str, **parameters: object) -> None:
-        paths = self._around.functions.world.paths.function(uuid)
-        await orders.order(paths.control_socket, method, parameters)
-
     async def _domain_state(self, domain: str) -> str:
         """What the domain does: its own monitor knows best; of one that is gone libvirt knows."""
         pair = self.doors.find(domain)
         if pair is not None:
             try:
-                await pair.monitor.wait_connected(_MONITOR_S)
+                await pair.monitor.wait_connected(MONITOR_S)
                 status = await pair.monitor.execute("query-status")
                 return "running" if status.get("running") else "paused"
             except (DeadlineError, AccelvisorError):
