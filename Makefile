@@ -4,8 +4,6 @@
 PYTHON := .venv/bin/python
 # Under make a laboratory that cannot be built is a failure, never a skipped test.
 export ACCELVISOR_LAB_REQUIRED := 1
-# One process for the laboratory, one for everything else.
-SPREAD := -n 2 --dist loadgroup
 
 .PHONY: help bootstrap demo demo-embedded test test-unit test-lab lint deb bench fuzz \
 	lab-up lab-down clean
@@ -29,10 +27,10 @@ lint: bootstrap ## ruff, mypy --strict, import rules
 	@.venv/bin/lint-imports
 
 test: lint ## lint, then every test, the laboratory's included
-	@$(PYTHON) -m pytest $(SPREAD) $(PYTEST)
+	@scripts/test $(PYTEST)
 
 test-unit: bootstrap ## the tests that need no laboratory
-	@$(PYTHON) -m pytest $(SPREAD) -m 'not lab' $(PYTEST)
+	@$(PYTHON) -m pytest -m 'not lab' $(PYTEST)
 
 test-lab: bootstrap ## the tests that need the laboratory
 	@$(PYTHON) -m pytest -m lab tests/lab $(PYTEST)
