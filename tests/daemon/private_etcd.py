@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,14 +31,22 @@ def free_ports(count: int) -> list[int]:
 
 
 class PrivateEtcd:
-    """Its data outlives its process, as on a disk."""
+    """Its data outlives its process, as on a disk.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        tls: its arguments for https, and what a client that it lets in needs.
+    """
+
+    def __init__(
+        self, directory: Path, tls: tuple[Sequence[str], ssl.SSLContext] | None = None
+    ) -> None:
         binary = shutil.which("etcd", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
         assert binary, "etcd is missing: scripts/bootstrap puts it into .venv/bin"
         self._binary, self._directory = binary, directory
         client, peer = free_ports(2)
-        self.url, self._peer = f"http://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
+        self._arguments, self._context = tls or ((), None)
+        scheme = "http" if tls is None else "https"
+        self.url, self._peer = f"{scheme}://127.0.0.1:{client}", f"http://127.0.0.1:{peer}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -48,11 +57,11 @@ class PrivateEtcd:
                     f"--listen-client-urls={self.url}", f"--advertise-client-urls={self.url}",
                     f"--listen-peer-urls={self._peer}",
                     f"--initial-advertise-peer-urls={self._peer}",
-                    f"--initial-cluster=private={self._peer}",
+                    f"--initial-cluster=private={self._peer}", *self._arguments,
                 ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={},
             )  # fmt: skip
-        client = EtcdClient([self.url])
+        client = EtcdClient([self.url], tls=self._context)
         until = time.monotonic() + READY_S
         while True:
             try:
@@ -73,8 +82,10 @@ class PrivateEtcd:
 
 
 @contextmanager
-def private_etcd(directory: Path) -> Iterator[PrivateEtcd]:
-    etcd = PrivateEtcd(directory)
+def private_etcd(
+    directory: Path, tls: tuple[Sequence[str], ssl.SSLContext] | None = None
+) -> Iterator[PrivateEtcd]:
+    etcd = PrivateEtcd(directory, tls)
     etcd.start()
     try:
         yield etcd

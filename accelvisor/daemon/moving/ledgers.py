@@ -27,19 +27,24 @@ def make(
     signer, host = KeySigner(keys), str(keys.host)
     if config.kind == "local":
         return SqliteLedger(paths.state / "ledger.db", host, signer, time.time_ns), "source"
-    client = EtcdClient(config.endpoints, tls=_tls(config))
+    client = EtcdClient(config.endpoints, tls=context(config))
     # Whoever may write to etcd is not for that one of us: a record counts by its signature.
     check = lambda signed: verify_writer(keys, signed)  # noqa: E731
     return EtcdLedger(client, host, signer, time.time_ns, check), "etcd"
 
 
-def _tls(config: LedgerConfig) -> ssl.SSLContext | None:
+def context(config: LedgerConfig) -> ssl.SSLContext | None:
+    """Whom of etcd this host trusts, and what it shows; None where no endpoint is https.
+
+    Raises:
+        ConfigError: ``ledger-tls``.
+    """
     if not any(text.startswith("https:") for text in config.endpoints):
         return None
     try:
-        context = ssl.create_default_context(cafile=config.ca or None)
+        made = ssl.create_default_context(cafile=config.ca or None)
         if config.certificate:
-            context.load_cert_chain(config.certificate, config.key or None)
+            made.load_cert_chain(config.certificate, config.key or None)
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(
             f"the certificates for etcd cannot be used: {error}",
@@ -47,4 +52,4 @@ def _tls(config: LedgerConfig) -> ssl.SSLContext | None:
             where="config:[ledger]",
             hint="ca, certificate and key are PEM files that accelvisord's user may read",
         ) from error
-    return context
+    return made
