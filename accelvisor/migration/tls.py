@@ -1,10 +1,10 @@
 """Mutual TLS 1.3 between hosts, by pinned keys.
 
-A host trusts keys of its trust document and nothing else: no name, no authority, no date. OpenSSL
-wants certificates, so each pinned key gets a trust anchor (``frames.identity.anchor``); after the
-handshake the key in the peer's certificate says which host it is. Revoked keys get an anchor too,
-so that their host is refused by name and not as a stranger. There is no session resumption: it
-would let a peer in without a look at its key.
+A host trusts keys of its trust document and nothing else: no name, no authority, no date of a
+certificate. OpenSSL wants certificates, so each pinned key gets a trust anchor
+(``frames.identity.anchor``); after the handshake the key in the peer's certificate says which host
+it is. Revoked and replaced keys get an anchor too, so that their host is refused by name and not
+as a stranger. There is no session resumption: it would let a peer in without a look at its key.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 import ssl
 import threading
+import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 from uuid import UUID
@@ -32,11 +33,17 @@ class Pin:
         host: whose.
         public: raw Ed25519 public key, 32 bytes.
         revoked: it was taken back; a retiring key is not.
+        not_after_ns: since 1970, from when on it counts no more; 0 for no end.
     """
 
     host: UUID
     public: bytes
     revoked: bool = False
+    not_after_ns: int = 0
+
+    def over(self, now_ns: int) -> bool:
+        """Whether the key's time has ended."""
+        return bool(self.not_after_ns) and now_ns >= self.not_after_ns
 
 
 class Connected(Protocol):
@@ -50,9 +57,12 @@ class Connected(Protocol):
 
 
 class Pins:
-    """Whom we let in. Immutable."""
+    """Whom we let in. Immutable, but what it answers changes as the time of keys ends."""
 
-    def __init__(self, pins: Iterable[Pin] = ()) -> None:
+    def __init__(
+        self, pins: Iterable[Pin] = (), *, clock_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._clock_ns = clock_ns
         self._pins: dict[bytes, Pin] = {}
         for pin in pins:
             known = self._pins.get(pin.public)
@@ -67,8 +77,8 @@ class Pins:
         """The host that a key belongs to.
 
         Raises:
-            PermissionDenied: ``peer-unknown``, ``peer-revoked``, or ``peer-wrong-host`` when it is
-                not ``expected``.
+            PermissionDenied: ``peer-unknown``, ``peer-revoked``, ``peer-expired``, or
+                ``peer-wrong-host`` when it is not ``expected``.
         """
         pin = self._pins.get(public)
         if pin is None:
@@ -80,6 +90,13 @@ class Pins:
                 where=_WHERE,
                 hint="if that host is yours, let it join again with a new key",
             )
+        if pin.over(self._clock_ns()):
+            raise PermissionDenied(
+                f"the key {key_id(public)} of host {pin.host} was replaced and counts no more",
+                code="peer-expired",
+                where=_WHERE,
+                hint="that host shows a key that it gave up: let it join again",
+            )
         if expected is not None and pin.host != expected:
             raise PermissionDenied(
                 f"host {pin.host} answered where {expected} was expected",
@@ -88,6 +105,12 @@ class Pins:
                 hint="the address may have been given to another host: accelctl trust show",
             )
         return pin.host
+
+    def next_end(self) -> int | None:
+        """When the time of a key ends next, in ns since 1970; None when all stay as they are."""
+        now = self._clock_ns()
+        ends = [pin.not_after_ns for pin in self if pin.not_after_ns and not pin.over(now)]
+        return min(ends, default=None)
 
     def anchors(self) -> str:
         return "".join(anchor(public).decode() for public in self._pins)
@@ -132,6 +155,11 @@ class Credentials:
         with self._lock:
             self._pins = pins
             self._made.clear()
+        self.judge()
+
+    def judge(self) -> None:
+        """The time of a key is over: connections that stand on it are cut."""
+        with self._lock:
             connected = list(self._connected)
         for each in connected:
             self._judge(each)

@@ -122,7 +122,11 @@ class MovingHost:
         settings = around.config.migration
         state = around.paths.state
         address = settings.address or _default_address(settings.listen)
-        self.keys = Keys(state / "trust", around.host, around.name, address, around.clock_ns)
+        later = asyncio.get_running_loop().call_later
+        self.keys = Keys(
+            state / "trust", around.host, around.name, address, around.clock_ns, later
+        )
+        undo.callback(self.keys.close)
         journal = Journal(state / "moves.db", lambda: around.clock_ns() / 1e9)
         undo.callback(journal.close)
         audit = AuditFile(state / "audit")

@@ -19,7 +19,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 from uuid import UUID
 
 import msgspec
@@ -47,6 +47,18 @@ _YEARS_NS = 30 * 366 * 86_400 * 10**9
 _BEFORE_NS = 366 * 86_400 * 10**9
 _WHERE = "trust"
 K = TypeVar("K", bound=SigningKey)
+#: Seconds. The wall clock decides when a key's time is over, and it may be set or jump.
+_LOOK_S = 60.0
+
+
+class Timer(Protocol):
+    """What :data:`Later` gives: a call that has not been made yet."""
+
+    def cancel(self) -> None: ...
+
+
+#: Calls something after some seconds: an event loop's ``call_later``.
+Later = Callable[[float, Callable[[], None]], Timer]
 
 
 class Keys:
@@ -56,6 +68,7 @@ class Keys:
         directory: made when it is missing.
         host: this host's UUID.
         name, address: how others show and reach it (host:port, empty when it does not listen).
+        later: for cutting connections when the time of their key is over; until :meth:`close`.
 
     Raises:
         StateError: ``trust-damaged``: a file cannot be read; nothing is made anew in its place.
@@ -69,8 +82,11 @@ class Keys:
         name: str,
         address: str,
         clock_ns: Callable[[], int] = time.time_ns,
+        later: Later | None = None,
     ) -> None:
         self.host = host
+        self._later = later
+        self._timer: Timer | None = None
         self._directory = directory
         self._clock_ns = clock_ns
         try:
@@ -293,14 +309,31 @@ class Keys:
 
     def _take_effect(self) -> None:
         self.keyring = Keyring(self.document, self._rotations)
-        now = self._clock_ns()
         pins = [
-            Pin(UUID(host.uuid), key.public)
+            Pin(UUID(host.uuid), key.public, not_after_ns=key.not_after_ns)
             for host in self.peers()
             for key in host.keys
-            if not key.not_after_ns or key.not_after_ns > now
         ]
-        self.credentials.trust(Pins(pins))
+        self.credentials.trust(Pins(pins, clock_ns=self._clock_ns))
+        self._expect_end()
+
+    def _expect_end(self) -> None:
+        """Judge open connections again when the time of a key is over."""
+        self.close()
+        end = self.credentials.pins.next_end()
+        if self._later is not None and end is not None:
+            wait_s = (end - self._clock_ns()) / 1e9
+            self._timer = self._later(min(max(wait_s, 0.0), _LOOK_S), self._look)
+
+    def _look(self) -> None:
+        self.credentials.judge()
+        self._expect_end()
+
+    def close(self) -> None:
+        """The timer is of no use any more. May be called twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _load_credentials(self) -> None:
         now = self._clock_ns()

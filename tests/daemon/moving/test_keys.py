@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID, uuid4
 
@@ -10,6 +11,7 @@ import pytest
 
 from accelvisor.daemon.moving.keys import Keys
 from accelvisor.errors import (
+    AccelvisorError,
     ConflictError,
     DataError,
     NotFoundError,
@@ -18,9 +20,46 @@ from accelvisor.errors import (
 )
 from accelvisor.frames import changes, trust
 from accelvisor.frames.identity import Identity, SigningKey
+from accelvisor.limits import LIMITS
 
 HOST = UUID("11111111-1111-4111-8111-111111111111")
 PEER = UUID("22222222-2222-4222-8222-222222222222")
+
+
+class Clock:
+    """Wall clock and timer of an event loop, moved by the test."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_900_000_000
+        self._calls: list[tuple[float, Callable[[], None]]] = []
+
+    def __call__(self) -> int:
+        return self.now_s * 10**9
+
+    def later(self, wait_s: float, call: Callable[[], None]) -> Clock:
+        self._calls = [(self.now_s + wait_s, call)]
+        return self
+
+    def cancel(self) -> None:
+        self._calls = []
+
+    def go_to(self, now_s: int) -> None:
+        self.now_s = now_s
+        while due := [call for at, call in self._calls if at <= now_s]:
+            self._calls = []
+            for call in due:
+                call()
+
+
+class Link:
+    """A connection that stands on a key."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.error: AccelvisorError | None = None
+
+    def cut(self, error: AccelvisorError) -> None:
+        self.error = error
 
 
 def keys(folder: Path, name: str = "a", address: str = "10.0.0.1:16519", host: UUID = HOST) -> Keys:
@@ -151,3 +190,25 @@ def test_an_address_without_a_port_is_said_to_be_none(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError) as caught:
         Keys.address_of(mine.find("b"))
     assert caught.value.code == "trust-address"
+
+
+def test_a_replaced_key_is_refused_and_cut_when_its_time_is_over(tmp_path: Path) -> None:
+    clock = Clock()
+    a = Keys(tmp_path / "a", HOST, "a", "a:1", clock)
+    b = Keys(tmp_path / "b", PEER, "b", "b:1", clock, clock.later)
+    b.learn(HOST, a.identity.public_identity, "a", "a:1")
+    old = a.identity.public
+    b.rotated(a.rotate())
+    links = [Link(old), Link(a.identity.public)]
+    for link in links:
+        b.credentials.hold(link)
+    end = clock.now_s + int(LIMITS.rotation_overlap_s)
+    clock.go_to(end - 1)
+    assert [link.error for link in links] == [None, None]
+    clock.go_to(end)
+    with pytest.raises(PermissionDenied) as caught:
+        b.credentials.pins.host_of(old)
+    assert caught.value.code == "peer-expired"
+    assert links[0].error is not None, "an open connection is cut too"
+    assert links[1].error is None
+    assert b.credentials.pins.host_of(a.identity.public) == HOST
