@@ -4,7 +4,7 @@ by the roots. None of them looks at signatures or clocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 import msgspec
 
@@ -83,9 +83,24 @@ def set_key(
     return change(old, created_ns, hosts=[after if h is host else h for h in old.hosts])
 
 
-def revoke_key(old: Trust, name: str, *, created_ns: int) -> Trust:
+def put_host(old: Trust, host: Host, *, created_ns: int) -> Trust:
+    """A host of the document as it is with its rotations: the roots say themselves what those say.
+
+    Raises:
+        NotFoundError: ``trust-host-unknown``.
+    """
+    before = require_host(old, host.uuid)
+    return change(old, created_ns, hosts=[host if h is before else h for h in old.hosts])
+
+
+def revoke_key(
+    old: Trust, name: str, *, created_ns: int, rotated: Container[str] = ()
+) -> Trust:
     """A key counts no more, from the moment that a host has this version of the document. Nor does
     what it signed, and that includes rotations: its host needs :func:`set_key` in the same breath.
+
+    Args:
+        rotated: ids of keys that are known by rotations alone, and can be revoked as well.
 
     Raises:
         NotFoundError: ``trust-key-unknown``: no host has it and none had.
@@ -94,19 +109,24 @@ def revoke_key(old: Trust, name: str, *, created_ns: int) -> Trust:
         msgspec.structs.replace(host, keys=tuple(k for k in host.keys if k.key_id != name))
         for host in old.hosts
     )
-    if hosts == old.hosts and name not in old.revoked:
+    if hosts == old.hosts and name not in old.revoked and name not in rotated:
         raise NotFoundError(f"no host has the key {name}", code="trust-key-unknown", where="trust")
     return change(old, created_ns, hosts=hosts, revoked={*old.revoked, name})
 
 
-def remove_host(old: Trust, uuid: str, *, created_ns: int) -> Trust:
+def remove_host(
+    old: Trust, uuid: str, *, created_ns: int, rotated: Iterable[str] = ()
+) -> Trust:
     """A host is no longer one of the fleet, and all its keys are revoked.
+
+    Args:
+        rotated: ids of those that are known by rotations alone.
 
     Raises:
         NotFoundError: ``trust-host-unknown``.
     """
     host = require_host(old, uuid)
-    revoked = {*old.revoked, *(key.key_id for key in host.keys)}
+    revoked = {*old.revoked, *(key.key_id for key in host.keys), *rotated}
     hosts = tuple(other for other in old.hosts if other.uuid != uuid)
     return change(old, created_ns, hosts=hosts, revoked=revoked)
 

@@ -3,7 +3,8 @@
 It signs a statement that names its new keys, with the old key (it is me) and with the new one (I
 have it), and gives it to its peers. They take it as an overlay on their trust document: the new key
 is current, the old one retires at the time that is named. When the roots sign a document with the
-new key, the overlay has nothing left to say. A revoked key takes what it signed with it.
+new key, the overlay has nothing left to say. A revoked key takes what it signed with it; what was
+said of the key before it stays: that one retires, and does not become current again.
 """
 
 from __future__ import annotations
@@ -85,6 +86,11 @@ def overlay(document: Trust, envelope: bytes) -> Trust:
             key; ``rotation-old``: a newer key is known; ``rotation-fork``: another key of the
             same version is known, so somebody else has the old one.
     """
+    return _overlay(document, envelope)
+
+
+def _overlay(document: Trust, envelope: bytes, *, kept: bool = False) -> Trust:
+    """``kept``: the new key may have been revoked since, as it was not when the rotation came."""
     opened, found = _open(envelope)
     host = document.host(found.host)
     if host is None:
@@ -101,13 +107,14 @@ def overlay(document: Trust, envelope: bytes) -> Trust:
         raise _refused("rotation-key", f"key {found.old} is not the current key of {host.name}")
     new = _Key(found.public)
     known = {key.key_id for other in document.hosts for key in other.keys}
-    if new.key_id in known or new.key_id in document.revoked:
+    revoked = new.key_id in document.revoked
+    if new.key_id in known or (revoked and not kept):
         raise _refused("rotation-key", f"key {new.key_id} was used before")
     try:
         envelopes.verify(opened, {found.old: _Key(current.public), new.key_id: new}, 2)
     except SignatureError as error:
         raise _refused("rotation-key", str(error)) from error
-    after = _rotated(host, current, found)
+    after = _rotated(host, current, found, revoked=revoked)
     hosts = tuple(after if other is host else other for other in document.hosts)
     return msgspec.structs.replace(document, hosts=hosts)
 
@@ -115,13 +122,13 @@ def overlay(document: Trust, envelope: bytes) -> Trust:
 def overlay_all(document: Trust, rotations: Iterable[bytes]) -> tuple[Trust, tuple[bytes, ...]]:
     """``document`` with all of ``rotations`` that still say something, and those.
 
-    What a newer document has made void (signed by the roots since, or of a revoked key) is left
+    What a newer document has made void (signed by the roots since, or by a revoked key) is left
     out: this is what to do with the rotations that were kept, when a document comes in.
     """
     kept = []
     for envelope in rotations:
         try:
-            after = overlay(document, envelope)
+            after = _overlay(document, envelope, kept=True)
         except DataError:
             continue
         if after is not document:
@@ -130,7 +137,7 @@ def overlay_all(document: Trust, rotations: Iterable[bytes]) -> tuple[Trust, tup
     return document, tuple(kept[: LIMITS.rotations])
 
 
-def _rotated(host: Host, current: HostKey, found: Rotation) -> Host:
+def _rotated(host: Host, current: HostKey, found: Rotation, *, revoked: bool) -> Host:
     retiring = msgspec.structs.replace(current, status="retiring", not_after_ns=found.retire_ns)
     before = [retiring if key is current else key for key in host.keys]
     added = HostKey(
@@ -142,7 +149,7 @@ def _rotated(host: Host, current: HostKey, found: Rotation) -> Host:
         not_after_ns=0,
     )
     # The oldest goes when there are too many: it is the one whose time is over first.
-    keys = (*before, added)[-LIMITS.host_keys :]
+    keys = tuple(before if revoked else (*before, added))[-LIMITS.host_keys :]
     return msgspec.structs.replace(host, key_version=found.version, keys=keys)
 
 

@@ -93,6 +93,17 @@ def test_revoked_key_takes_its_rotation_with_it() -> None:
     assert ring.current(HOST_A) is None
 
 
+def test_older_key_is_not_current_again_when_the_newer_one_is_revoked() -> None:
+    after = msgspec.structs.replace(start(), revoked=(NEW.key_id,))
+    ring = Keyring(after, [rotated(), rotated(NEW, NEWER, overlay(start(), rotated()))])
+    assert usable(ring, KEY_A, RETIRE) == HOST_A
+    assert usable(ring, KEY_A, RETIRE + 1) == "frame-key-expired"
+    assert usable(ring, NEW) == "frame-key-revoked"
+    assert usable(ring, NEWER) == "frame-key-unknown"
+    assert ring.current(HOST_A) is None
+    assert Keyring(after, ring.rotations).effective == ring.effective
+
+
 def test_second_rotation_of_the_same_key_shows_the_theft() -> None:
     after = overlay(start(), rotated())
     refused("rotation-fork", rotated(KEY_A, THIEF), after)

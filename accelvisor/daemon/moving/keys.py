@@ -209,7 +209,13 @@ class Keys:
     def remove(self, name: str) -> Host:
         """Trust a host no longer; all its keys are revoked. Returns it."""
         host = self.find(name)
-        self._adopt(changes.remove_host(self.document, host.uuid, created_ns=self._clock_ns()))
+        after = changes.remove_host(
+            self.document,
+            host.uuid,
+            created_ns=self._clock_ns(),
+            rotated=[key.key_id for key in host.keys],
+        )
+        self._adopt(after)
         return host
 
     def revoke(self, key: str) -> None:
@@ -221,7 +227,12 @@ class Keys:
                 where=_WHERE,
                 hint="accelctl trust rotate first",
             )
-        self._adopt(changes.revoke_key(self.document, key, created_ns=self._clock_ns()))
+        now, document = self._clock_ns(), self.document
+        shown = {k.key_id: host for host in self.keyring.effective.hosts for k in host.keys}
+        if key in shown and shown[key].uuid == str(self.host):
+            # Of our own rotations we know that they were ours, whoever has the key before them.
+            document = changes.put_host(document, shown[key], created_ns=now)
+        self._adopt(changes.revoke_key(document, key, created_ns=now, rotated=shown))
 
     def rotate(self) -> bytes:
         """New keys for this host, at once; the old ones count for a while. Returns the statement

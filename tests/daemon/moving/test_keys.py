@@ -212,3 +212,43 @@ def test_a_replaced_key_is_refused_and_cut_when_its_time_is_over(tmp_path: Path)
     assert links[0].error is not None, "an open connection is cut too"
     assert links[1].error is None
     assert b.credentials.pins.host_of(a.identity.public) == HOST
+
+
+def two_hosts(folder: Path) -> tuple[Keys, Keys]:
+    """A host whose first key and rotation the second one knows."""
+    a, b = keys(folder / "a"), keys(folder / "b", "b", "b:1", PEER)
+    b.learn(HOST, a.identity.public_identity, "a", "a:1")
+    return a, b
+
+
+def test_a_key_that_came_by_rotation_is_revoked_by_the_id_that_is_shown(tmp_path: Path) -> None:
+    a, b = two_hosts(tmp_path)
+    old = a.identity.key_id
+    b.rotated(a.rotate())
+    link = Link(a.identity.public)
+    b.credentials.hold(link)
+    b.revoke(a.identity.key_id)
+    assert link.error is not None
+    for each in (b, keys(tmp_path / "b", "b", "b:1", PEER)):
+        assert a.identity.key_id in each.document.revoked
+        [left] = each.find("a").keys
+        assert (left.key_id, left.status) == (old, "retiring"), "it must not be current again"
+        assert left.not_after_ns
+
+
+def test_a_host_that_is_removed_takes_the_keys_of_its_rotations_along(tmp_path: Path) -> None:
+    a, b = two_hosts(tmp_path)
+    old = a.identity.key_id
+    b.rotated(a.rotate())
+    b.remove("a")
+    assert {old, a.identity.key_id} <= set(b.document.revoked)
+
+
+def test_revoking_the_own_old_key_leaves_the_one_that_followed_it(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    old = mine.identity.key_id
+    mine.rotate()
+    mine.revoke(old)
+    current = keys(tmp_path).keyring.current(str(HOST))
+    assert current is not None
+    assert current.key_id == mine.identity.key_id
