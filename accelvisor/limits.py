@@ -118,6 +118,8 @@ class Limits:
     migration_envelope_bytes: int = 72 * KIB
     # Functions of one VM that move together: more do not fit behind QEMU's root ports.
     migration_functions: int = 16
+    # Moves of one other host that have not ended: it cannot have more VMs of ours on their way.
+    migration_open: int = 64
     # Reasons and hints, shown in virsh's one-line errors.
     migration_text_chars: int = 1024
     # Pre-copy rounds: a working set that did not shrink in eight will not in the ninth.

@@ -198,6 +198,7 @@ class Daemon:
             record=registry.record,
             look=links.look,
             domain_state=links.state,
+            leaves=links.leaves,
             make_ledger=lambda keys: ledgers.make(setup.config.ledger, setup.paths, keys),
             group=_group(setup.config.daemon.socket_group),
             fault=setup.fault,

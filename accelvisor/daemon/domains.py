@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Generic, ParamSpec, TypeVar
 
-from accelvisor.errors import AccelvisorError, DeadlineError, UnavailableError
+from accelvisor.errors import AccelvisorError, DeadlineError, NotFoundError, UnavailableError
 from accelvisor.hypervisor.port import (
     Domain,
     DomainEvent,
@@ -221,6 +221,20 @@ class DomainsLink(Generic[S]):
         if found.state in (DomainState.RUNNING, DomainState.BLOCKED):
             return "running"
         return "paused" if found.state.active else "gone"
+
+    async def leaves(self, domain: str) -> bool:
+        """Whether somebody here migrates a domain away. A host that is configured without libvirt
+        has nobody to ask: there whoever is trusted may.
+
+        Raises:
+            AccelvisorError: it is not known.
+        """
+        if not self._uri:
+            return True
+        try:
+            return await self.call(lambda port: port.leaves(domain))
+        except NotFoundError:
+            return False
 
     async def _get(self) -> DomainsPort:
         async with self._loading:

@@ -290,6 +290,10 @@ class Domains:
         with binding.translated(domain):
             return migrating.job(self._find(domain))
 
+    def leaves(self, domain: str) -> bool:
+        with binding.translated(domain):
+            return migrating.leaves(self._find(domain))
+
     # --- functions -------------------------------------------------------------------------------
 
     def attach(self, request: AttachRequest) -> Attachment:

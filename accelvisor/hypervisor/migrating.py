@@ -34,12 +34,25 @@ def migrate(handle: Any, request: MigrateRequest) -> None:
     handle.migrateToURI3(request.uri, given, flags)
 
 
-def job(handle: Any) -> Job | None:
-    """The migration in progress; None when there is none."""
+def _running() -> tuple[int, ...]:
+    lv = binding.libvirt()
+    return (lv.VIR_DOMAIN_JOB_BOUNDED, lv.VIR_DOMAIN_JOB_UNBOUNDED)
+
+
+def leaves(handle: Any) -> bool:
+    """Whether libvirt has a job that migrates the domain away: it begins one before it asks the
+    other host to prepare (VIR_MIGRATE_CHANGE_PROTECTION, which clients set by themselves).
+    """
     lv = binding.libvirt()
     said: Mapping[str, Any] = handle.jobStats(0)
-    running = (lv.VIR_DOMAIN_JOB_BOUNDED, lv.VIR_DOMAIN_JOB_UNBOUNDED)
-    if said.get("type") not in running:
+    away = said.get("operation") == lv.VIR_DOMAIN_JOB_OPERATION_MIGRATION_OUT
+    return away and said.get("type") in _running()
+
+
+def job(handle: Any) -> Job | None:
+    """The migration in progress; None when there is none."""
+    said: Mapping[str, Any] = handle.jobStats(0)
+    if said.get("type") not in _running():
         return None
     page = int(said.get("memory_page_size", _PAGE))
     return Job(

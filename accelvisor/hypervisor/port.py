@@ -248,6 +248,12 @@ class DomainsPort(Protocol):
         """The migration in progress; None when there is none."""
         ...
 
+    def leaves(self, domain: str) -> bool:
+        """Whether somebody here migrates the domain away now: from before the other host's hook is
+        asked until it has gone, or stays.
+        """
+        ...
+
     def attach(self, request: AttachRequest) -> Attachment:
         """Make it so in the running and/or stored definition; both or none. Repeating it is a
         ConflictError (``function-attached``), as are private memory (``domain-memory``) and a

@@ -157,6 +157,9 @@ class FakeDomains:
             raise ConflictError("no job is active", code="domain-state")
         self.end_migration.put(ConflictError("canceled", code="migration-cancelled"))
 
+    def leaves(self, domain: str) -> bool:
+        return not self.migrating.empty()
+
     def job(self, domain: str) -> Job | None:
         if self.migrating.empty():
             return None

@@ -69,6 +69,7 @@ class Around:
         look: look at libvirt's domains again.
         domain_state: "running", "paused" or "gone", as libvirt says.
         make_ledger: who owns what, and who decides about moves.
+        leaves: whether somebody here migrates a domain away, as libvirt says.
         group: gid of QEMU's sockets.
     """
 
@@ -81,6 +82,7 @@ class Around:
     look: Callable[[], Awaitable[None]]
     domain_state: Callable[[str], Awaitable[str]]
     make_ledger: Callable[[Keys], tuple[ClosingLedger, Arbiter]]
+    leaves: Callable[[str], Awaitable[bool]]
     group: int | None = None
     clock_ns: Callable[[], int] = time.time_ns
     fault: Callable[[str], None] = lambda step: None
@@ -151,6 +153,7 @@ class MovingHost:
             context=self._context,
             arrived=around.look,
             settings=Settings(
+            leaves=around.leaves,
                 downtime_s=settings.downtime_ms / 1000,
                 rate=float(settings.rate) or None,
                 streams=settings.streams,

@@ -17,6 +17,7 @@ import msgspec
 from accelvisor.daemon.moving import documents, fit, orders, sealing
 from accelvisor.daemon.moving.destination import DestinationMove
 from accelvisor.daemon.moving.fit import AskFit
+from accelvisor.daemon.moving.journal import KEPT
 from accelvisor.daemon.moving.neighbours import Neighbours
 from accelvisor.daemon.moving.peers import (
     Answering,
@@ -25,8 +26,14 @@ from accelvisor.daemon.moving.peers import (
     TellRotation,
     Ways,
     read_question,
+    send,
 )
-from accelvisor.daemon.moving.record import DESTINATION_ENDED, DESTINATION_OVER, SOURCE_OVER
+from accelvisor.daemon.moving.record import (
+    DESTINATION_ENDED,
+    DESTINATION_OVER,
+    ENDED,
+    SOURCE_OVER,
+)
 from accelvisor.daemon.moving.recovery import Recovery
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.moving.source import SourceMove
@@ -251,6 +258,8 @@ class Moves:
         move = self.sources.get(id_)
         if isinstance(message, wire.Reserve) and move is None:
             move = self._new_source(link, message)
+            if move is None:
+                return
         if move is None or move.peer.host != link.host:
             LOG.info("host %s tells of a move that is not known here", link.host)
             return
@@ -280,11 +289,35 @@ class Moves:
         for link, message in heard:
             self._to_source(link, message)
 
-    def _new_source(self, link: PeerLink, asked: wire.Reserve) -> SourceMove:
+    def _new_source(self, link: PeerLink, asked: wire.Reserve) -> SourceMove | None:
+        """None when the other host has too many open: it is told so."""
         id_ = asked.migration
-        peer = Answering(link, link.host, lambda: self.sources[id_].driver.post(_S.LINK_LOST))
+        of_it = (move for move in self.sources.values() if move.peer.host == link.host)
+        if sum(move.driver.state not in SOURCE_OVER for move in of_it) >= LIMITS.migration_open:
+            many = f"{LIMITS.migration_open} of its moves have not ended"
+            send(link, wire.Refuse(id_, "migration-busy", many, "migration", "try again later"))
+            return None
+        self._forget_sources()
+        peer = Answering(link, link.host, lambda: self.source_lost(id_))
         move = self.sources[id_] = SourceMove(self._services, asked, peer)
         return move
+
+    def source_lost(self, id_: bytes) -> None:
+        """A source's link broke."""
+        move = self.sources.get(id_)
+        if move is not None:
+            move.driver.post(_S.LINK_LOST)
+
+    def _forget_sources(self) -> None:
+        """Of the moves that have ended only the newest are kept: a host may ask for any number."""
+        ended = [id_ for id_, move in self.sources.items() if move.driver.state in ENDED]
+        for id_ in ended[: max(0, len(ended) - KEPT)]:
+            self.spawn(self._end_source(self.sources.pop(id_)))
+
+    async def _end_source(self, move: SourceMove) -> None:
+        await move.driver.close()
+        await move.let_go()
+        await asyncio.to_thread(self._services.journal.prune, ENDED)
 
     async def _question(self, link: PeerLink, payload: bytes) -> bytes:
         question = read_question(payload)

@@ -17,6 +17,14 @@ SOURCE_OVER = frozenset(
 DESTINATION_OVER = frozenset(
     (destination.State.RUNNING, destination.State.CLOSED, destination.State.DISCARDED)
 )
+#: States of rows that nothing is to be done about any more, of either side.
+ENDED = frozenset(
+    state.value
+    for state in (
+        source.State.DONE, source.State.RETURNED, source.State.REFUSED,
+        destination.State.RUNNING, destination.State.CLOSED,
+    )
+)  # fmt: skip
 #: States in which a destination's move is nothing but a record.
 DESTINATION_ENDED = frozenset((destination.State.RUNNING, destination.State.CLOSED))
 

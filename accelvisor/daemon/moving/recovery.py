@@ -13,7 +13,7 @@ import msgspec
 
 from accelvisor.daemon.moving.destination import DestinationMove
 from accelvisor.daemon.moving.peers import Answering
-from accelvisor.daemon.moving.record import DESTINATION_ENDED, SOURCE_OVER, Record
+from accelvisor.daemon.moving.record import DESTINATION_ENDED, ENDED, SOURCE_OVER, Record
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.moving.source import SourceMove
 from accelvisor.errors import AccelvisorError, NotFoundError, UnavailableError
@@ -47,18 +47,11 @@ class Recovery:
     async def recover(self) -> None:
         """Take up the moves that the journal knows of."""
         journal = self._services.journal
-        ended = frozenset(
-            state.value
-            for state in (
-                source.State.DONE, source.State.RETURNED,
-                destination.State.RUNNING, destination.State.CLOSED,
-            )
-        )  # fmt: skip
-        await asyncio.to_thread(journal.prune, ended)
+        await asyncio.to_thread(journal.prune, ENDED)
         now = self._services.clock_ns() / 1e9
         for row in await asyncio.to_thread(journal.rows):
             record = msgspec.msgpack.decode(row.record, type=Record)
-            over = row.state in ended
+            over = row.state in ENDED
             if row.role == "source":
                 self._recover_source(row.id, row.domain, row.state, record)
                 if not over:
@@ -78,7 +71,7 @@ class Recovery:
             id_, domain, str(host), bytes(16),
             tuple(wire.Wanted(uuid, "") for uuid in record.functions),
         )  # fmt: skip
-        peer = Answering(None, host, lambda: self._moves.sources[id_].driver.post(_S.LINK_LOST))
+        peer = Answering(None, host, lambda: self._moves.source_lost(id_))
         move = self._moves.sources[id_] = SourceMove(self._services, asked, peer)
         move.driver.state = source.State(state)
         move.record_parts = _parts(record)

@@ -45,6 +45,7 @@ class Services:
         record: (kind, subject UUID, message): an event for operators.
         context: a function's PCI configuration space as its QEMU has it (domain, function, what
             the device itself has).
+        leaves: whether somebody here migrates a domain away.
         arrived: a move has ended here: look at libvirt's domains again.
         clock_ns: nanoseconds since 1970.
         fault: called with the name of each step that was just done, for tests.
@@ -62,6 +63,7 @@ class Services:
     record: Callable[[str, str, str], Awaitable[Any]]
     context: Callable[[str, str, bytes], Awaitable[bytes]]
     arrived: Callable[[], Awaitable[None]]
+    leaves: Callable[[str], Awaitable[bool]]
     settings: Settings = field(default_factory=Settings)
     #: Downtimes that were wished for (seconds), by domain UUID.
     targets: dict[str, float] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from collections import deque
 import msgspec
 
 from accelvisor.daemon.moving import documents, orders, sealing
+from accelvisor.daemon.moving.asked import Asked
 from accelvisor.daemon.moving.copying import Copying, Part
 from accelvisor.daemon.moving.driver import Driver
 from accelvisor.daemon.moving.lent import Lent
@@ -68,6 +69,7 @@ class SourceMove:
         #: be answered. The newest few: a destination says again what matters. None: nothing waits.
         self.heard: deque[tuple[PeerLink, wire.Message]] | None = None
         self._offer: wire.Offer
+        self._asked = Asked(services.leaves, asked.domain)
         self.copying = Copying(
             services, f"move of {asked.domain} away", self.pace, self._everywhere,
             self._round_done, self._round_failed,
@@ -221,6 +223,7 @@ class SourceMove:
             raise ConflictError(
                 "a host asks for a move to another host", code="migration-peer", where="migration"
             )
+        await self._asked.require()
         mine = {
             function.uuid: function
             for function in services.functions.registry.all()
@@ -285,6 +288,7 @@ class SourceMove:
 
     async def _start_rounds(self, _: actions.StartRounds) -> None:
         self.copying.round(first=True)
+        self._asked.watch(lambda: self.driver.state is State.PRECOPY, self._round_failed)
 
     async def _next_round(self, _: actions.NextRound) -> None:
         self.rounds += 1
@@ -394,6 +398,7 @@ class SourceMove:
     async def let_go(self) -> None:
         """Give back what was borrowed; the move may still be asked about."""
         self.record_parts = self._all()
+        self._asked.close()
         await self.copying.close()
         self._services.functions.held -= self.held
         self.held = set()

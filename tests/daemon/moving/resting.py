@@ -170,7 +170,7 @@ class Host:
             keys=self.keys, owners=self.owners, functions=self.functions,  # type: ignore[arg-type]
             journal=None, tickets=None, audit=self.audit, nonces=self.nonces,  # type: ignore[arg-type]
             watermarks=self.watermarks,  # type: ignore[arg-type]
-            boot=1, record=self.record, context=None, arrived=None,  # type: ignore[arg-type]
+            boot=1, record=self.record, context=None, arrived=None, leaves=None,  # type: ignore[arg-type]
             clock_ns=self.clock, fault=self.fault,
         )  # fmt: skip
         self.services: Services = services
