@@ -1,7 +1,8 @@
 """What a host keeps of its verifications: the audit chain, and the nonces that were used.
 
 The audit chain is a file that is only ever appended to; each record is on disk before the refusal
-that it tells of is raised. A record that a crash cut short is cut off at the next start.
+that it tells of is raised. A record that a crash cut short is cut off at the next start, and one
+that could not be written at once: the next one follows what is whole.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from accelvisor.daemon import atomic
 from accelvisor.errors import SystemFailure
 from accelvisor.frames import audit
 from accelvisor.frames.audit import Event, Head
@@ -30,28 +32,54 @@ class AuditFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
+        self._lost = False
         try:
             data = path.read_bytes() if path.exists() else b""
             records = list(audit.unpack(data))
             _, self.head = audit.verify(records)
-            whole = sum(len(audit.pack(record)) for record in records)
+            self._bytes = sum(len(audit.pack(record)) for record in records)
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            os.ftruncate(self._fd, whole)
-            os.lseek(self._fd, whole, os.SEEK_SET)
+            os.ftruncate(self._fd, self._bytes)
         except OSError as error:
             raise _failed(path, error) from error
 
     def record(self, event: Event) -> None:
-        """Append it; what passed need not be on disk at once, what was refused is."""
+        """Append it; what passed need not be on disk at once, what was refused is.
+
+        Raises:
+            SystemFailure: ``audit-io``: it is not there, the next may be; ``audit-lost``: nothing
+                more is recorded until a restart.
+        """
         with self._lock:
+            if self._lost:
+                raise self._closed()
             record, head = self.head.append(event)
+            data = audit.pack(record)
             try:
-                os.write(self._fd, audit.pack(record))
+                atomic.write_all(self._fd, data, self._bytes)
                 if event.code != "passed":
                     os.fdatasync(self._fd)
             except OSError as error:
+                self._take_back()
                 raise _failed(self.path, error) from error
+            self._bytes += len(data)
             self.head = head
+
+    def _take_back(self) -> None:
+        """Of a record that failed nothing may stay: the next one would not follow it."""
+        try:
+            os.ftruncate(self._fd, self._bytes)
+        except OSError as error:
+            self._lost = True
+            raise self._closed() from error
+
+    def _closed(self) -> SystemFailure:
+        return SystemFailure(
+            "the audit log ends in a record that could not be written nor taken back",
+            code="audit-lost",
+            where=str(self.path),
+            hint="nothing is loaded without it: mend the file system, then restart accelvisord",
+        )
 
     def known(self) -> Head:
         """The chain's end, to be compared later."""
@@ -87,8 +115,11 @@ class Nonces:
     def seen(self, nonce: bytes) -> bool:
         """Whether it was used."""
         with self._lock:
-            found = self._db.execute("SELECT 1 FROM nonces WHERE nonce = ?", (nonce,)).fetchone()
-        return found is not None
+            try:
+                rows = self._db.execute("SELECT 1 FROM nonces WHERE nonce = ?", (nonce,)).fetchall()
+            except sqlite3.Error as error:
+                raise _failed(self._path, error) from error
+        return bool(rows)
 
     def use(self, nonce: bytes, until_ns: int) -> bool:
         """Use it up; False when it was used before."""

@@ -24,6 +24,7 @@ from uuid import UUID
 
 import msgspec
 
+from accelvisor.daemon import atomic
 from accelvisor.errors import (
     ConflictError,
     DataError,
@@ -93,11 +94,7 @@ class Keys:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._load(name, address or "-")
         except OSError as error:
-            raise SystemFailure(
-                f"keys and trust cannot be kept: {error.strerror}",
-                code="trust-io",
-                where=str(directory),
-            ) from error
+            raise _failed(directory, error) from error
         except DataError as error:
             raise StateError(
                 f"keys or trust are damaged: {error.message}",
@@ -384,20 +381,17 @@ class Keys:
             return None
 
     def _write(self, name: str, data: bytes) -> None:
-        path = self._directory / name
-        staged = path.with_name(name + ".new")
-        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        """Raises SystemFailure ``trust-io``; the file is as it was then."""
         try:
-            os.write(fd, data)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        os.replace(staged, path)
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+            atomic.replace(self._directory / name, data)
+        except OSError as error:
+            raise _failed(self._directory, error) from error
+
+
+def _failed(directory: Path, error: OSError) -> SystemFailure:
+    return SystemFailure(
+        f"keys and trust cannot be kept: {error.strerror}", code="trust-io", where=str(directory)
+    )
 
 
 def _opened(envelope: bytes) -> Trusted:

@@ -11,14 +11,13 @@ not give this host the key. It is kept so that the next host is told of it.
 
 from __future__ import annotations
 
-import os
 import re
 import sqlite3
 import threading
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from accelvisor.daemon import atomic
 from accelvisor.errors import (
     CapacityError,
     ConflictError,
@@ -132,7 +131,8 @@ class Marks:
                     hint="accelctl watermark key remove",
                 )
             try:
-                self._write(f"{key.key_id}.key", key.to_text().encode())
+                path = self._directory / f"{key.key_id}.key"
+                atomic.replace(path, key.to_text().encode())
             except OSError as error:
                 raise self._failed(error) from error
         return key.key_id
@@ -226,23 +226,6 @@ class Marks:
                 return self._db.execute(sql, values).fetchall()
             except sqlite3.Error as error:
                 raise self._failed(error) from error
-
-    def _write(self, name: str, data: bytes) -> None:
-        path = self._directory / name
-        staged = path.with_name(name + ".new")
-        with suppress(FileNotFoundError):
-            staged.unlink()
-        fd = os.open(staged, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(fd)
-        os.replace(staged, path)
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
     def _damaged(self, why: str) -> StateError:
         return StateError(

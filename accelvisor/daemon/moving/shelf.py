@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from accelvisor.daemon import atomic
 from accelvisor.errors import (
     AccelvisorError,
     CapacityError,
@@ -229,11 +230,7 @@ class Shelf:
 
     def _sync(self, path: Path) -> None:
         with self._guarded():
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            atomic.sync_directory(path)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:

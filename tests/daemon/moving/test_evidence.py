@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,74 @@ def test_a_changed_record_is_not_gone_on_from(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with pytest.raises(DataError):
         AuditFile(path)
+
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+def test_a_record_that_is_written_in_parts_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:7], at))
+    file = AuditFile(tmp_path / "audit")
+    for number in range(3):
+        file.record(event(number))
+    file.close()
+    assert AuditFile(tmp_path / "audit").known() == file.known()
+
+
+@pytest.mark.parametrize("step", ["pwrite", "fdatasync"])
+def test_a_record_that_failed_does_not_stop_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    path, write = tmp_path / "audit", os.pwrite
+    file = AuditFile(path)
+    file.record(event(1))
+
+    def torn(fd: int, data: bytes, at: int) -> int:
+        # A part is taken; there is no room for the rest.
+        return write(fd, data[:9], at) if at == size else full_disk() or 0
+
+    size = path.stat().st_size
+    with monkeypatch.context() as patched:
+        patched.setattr(os, step, torn if step == "pwrite" else full_disk)
+        with pytest.raises(SystemFailure) as caught:
+            file.record(event(2))
+    assert caught.value.code == "audit-io"
+    file.record(event(3))
+    file.close()
+    records, _ = audit.verify(audit.unpack(path.read_bytes()))
+    assert [record.time_ns for record in records] == [1, 3]
+    AuditFile(path).close()
+
+
+def test_what_cannot_be_taken_back_ends_the_audit_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = AuditFile(tmp_path / "audit")
+    file.record(event(1))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", full_disk)
+        patched.setattr(os, "ftruncate", full_disk)
+        with pytest.raises(SystemFailure):
+            file.record(event(2))
+    with pytest.raises(SystemFailure) as caught:
+        file.record(event(3))
+    assert caught.value.code == "audit-lost"
+    file.close()
+    again = AuditFile(tmp_path / "audit")
+    again.record(event(4))
+    again.close()
+
+
+def test_a_question_about_a_nonce_that_fails_says_so(tmp_path: Path) -> None:
+    nonces = Nonces(tmp_path / "nonces.db", lambda: 0)
+    nonces.close()
+    with pytest.raises(SystemFailure) as caught:
+        nonces.seen(b"n" * 16)
+    assert caught.value.code == "audit-io"
 
 
 def test_a_nonce_is_used_once_also_after_a_restart(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from accelvisor.errors import (
     NotFoundError,
     PermissionDenied,
     StateError,
+    SystemFailure,
 )
 from accelvisor.frames import changes, trust
 from accelvisor.frames.identity import Identity, SigningKey
@@ -252,3 +254,34 @@ def test_revoking_the_own_old_key_leaves_the_one_that_followed_it(tmp_path: Path
     current = keys(tmp_path).keyring.current(str(HOST))
     assert current is not None
     assert current.key_id == mine.identity.key_id
+
+
+def test_a_trust_document_that_is_written_in_parts_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:100], at))
+    keys(tmp_path).learn(PEER, stranger().public_identity, "b", "b:1")
+    assert keys(tmp_path).find("b").uuid == str(PEER)
+
+
+def test_a_full_disk_leaves_the_trust_document_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = keys(tmp_path)
+    write = os.pwrite
+
+    def full(fd: int, data: bytes, at: int) -> int:
+        if at:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return write(fd, data[:100], at)
+
+    before = (tmp_path / "trust" / "trust").read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(SystemFailure) as caught:
+            mine.learn(PEER, stranger().public_identity, "b", "b:1")
+    assert caught.value.code == "trust-io"
+    assert not mine.peers()
+    assert (tmp_path / "trust" / "trust").read_bytes() == before
+    assert not list((tmp_path / "trust").glob("*.new"))
