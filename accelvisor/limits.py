@@ -144,6 +144,8 @@ class Limits:
     etcd_request_s: float = 2.0
     # All endpoints together: an answer must leave time for the other side of a switch-over.
     etcd_total_s: float = 6.0
+    # What libvirt's hook waits for the ledger, of its own two seconds (hook_s).
+    ledger_admit_s: float = 0.5
     # An answer of etcd: one range of records of one function.
     etcd_answer_bytes: int = 4 * MIB
 

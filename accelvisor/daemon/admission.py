@@ -39,6 +39,17 @@ async def admit(functions: Functions, function: Function) -> None:
     await functions.on_owner()
 
 
+async def require_ours(functions: Functions, function: Function) -> None:
+    """No other host has the function; while it is being moved, its move says who lets whom in.
+
+    Raises:
+        ConflictError: ``ledger-not-owner``, ``ledger-undecided``.
+        UnavailableError: ``ledger-unreachable``, and no domain has it.
+    """
+    if function.uuid not in functions.held:
+        await functions.may_run(function)
+
+
 async def take(
     functions: Functions, function: Function, domain: str, domain_uuid: str, how: str = ""
 ) -> Function:
@@ -79,7 +90,7 @@ async def prepare(
     Raises:
         UsageError: ``domain_uuid`` is none.
         ConflictError: ``function-in-use``, ``function-state`` and those of its life.
-        and what :func:`admit` raises.
+        and what :func:`require_ours` and :func:`admit` raise.
     """
     try:
         domain_uuid = str(uuids.UUID(domain_uuid))
@@ -87,6 +98,7 @@ async def prepare(
         raise UsageError(f'"{domain_uuid[:80]}" is no UUID of a domain', where="admin") from None
     function = functions.registry.find(key)
     _require(function, domain_uuid)
+    await require_ours(functions, function)
     if function.domain_uuid == domain_uuid and await _admitted(functions, function):
         # Without the lock: a verb that holds it may be waiting for this very domain.
         return function, False

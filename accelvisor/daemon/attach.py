@@ -45,7 +45,7 @@ async def attach(
     persistent: bool | None,
 ) -> Attachment:
     """Raises NotFoundError, ConflictError (``function-in-use``, ``function-failed``, ...), and what
-    the port raises. Carried to its end when the caller goes away."""
+    the ledger and the port raise. Carried to its end when the caller goes away."""
     uuid = functions.registry.find(key).uuid
 
     async def verb() -> Attachment:
@@ -53,6 +53,7 @@ async def attach(
             function = functions.registry.find(uuid)
             functions.require_free(function)
             move(function.state, Event.TAKEN, function.name)  # before anybody is asked
+            await admission.require_ours(functions, function)
             target = await links.call(lambda port: port.get(domain))
             request = _request(functions, target, function, live, persistent)
             _require_free(function, target, await links.call(lambda port: port.list()))

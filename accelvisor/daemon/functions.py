@@ -92,6 +92,8 @@ class Functions:
         self.on_removed: Callable[[str], Awaitable[None]] = _nothing
         #: Called when a function has got another domain, or none, before anybody uses it there.
         self.on_owner: Callable[[], Awaitable[None]] = _nothing
+        #: Asked before a domain is let into a function; raises when another host has it.
+        self.may_run: Callable[[Function], Awaitable[None]] = _nothing
         #: Called with the UUID of each function whose process was found ready.
         self.on_ready: Callable[[str], None] = lambda uuid: None
 
@@ -436,5 +438,5 @@ def _checked_name(name: str | None, uuid: str) -> str:
     return name
 
 
-async def _nothing(*_of: str) -> None:
+async def _nothing(*_of: object) -> None:
     """Nobody wants to know."""

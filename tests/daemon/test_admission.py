@@ -13,9 +13,12 @@ import pytest
 
 from accelvisor import errors
 from accelvisor.daemon import function_link, service
+from accelvisor.daemon.daemon import Daemon
 from accelvisor.daemon.paths import peer
 from accelvisor.function.spare import obtain
 from accelvisor.hypervisor.port import DomainEventKind, DomainState
+from accelvisor.limits import LIMITS
+from accelvisor.migration import messages as wire
 
 from .harness import Harness
 from .test_owners import slowly
@@ -272,6 +275,62 @@ def test_a_function_that_failed_is_refused_with_its_reason(harness: Harness, vm:
             await harness.until("f", "failed")
             with pytest.raises(errors.ConflictError, match="is failed: its process ended"):
                 await admit(harness, vm)
+
+    asyncio.run(scenario())
+
+
+async def given_away(daemon: Daemon, uuid: str) -> None:
+    """By the ledger it runs at another host."""
+    owners = daemon._moving.services.owners
+    await owners.next_epoch(uuid)
+    move = owners.transfer(b"m" * 16, "another host", (wire.Part(uuid, 2, b"d" * 32),))
+    await owners.ledger.prepare(move)
+    assert (await owners.ledger.commit(move)).committed
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["free", "its own"])
+def test_what_another_host_owns_lets_no_domain_in(harness: Harness, vm: str, own: bool) -> None:
+    """An old state directory was put back, and brought the function with it."""
+
+    async def scenario() -> None:
+        async with harness.daemon() as daemon:
+            uuid = (await harness.create("f"))["uuid"]
+            if own:
+                await harness.call("AttachFunction", domain="vm", function="f")
+            await given_away(daemon, uuid)
+            for verb in (
+                harness.call("AttachFunction", domain="vm", function="f", live=True),
+                admit(harness, vm),
+            ):
+                with pytest.raises(errors.ConflictError) as caught:
+                    await verb
+                assert caught.value.code == "ledger-not-owner"
+            assert await let_in(harness, uuid) == (f"libvirt-{vm}" if own else "")
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["free", "its own"])
+def test_a_silent_ledger_keeps_no_domain_from_its_own_function_within_the_hooks_deadline(
+    harness: Harness, vm: str, own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def silent(function: str) -> None:
+        await asyncio.sleep(60)
+
+    async def scenario() -> None:
+        async with harness.daemon() as daemon:
+            await harness.create("f")
+            if own:
+                await harness.call("AttachFunction", domain="vm", function="f")
+            monkeypatch.setattr(daemon._moving.services.owners.ledger, "get", silent)
+            async with asyncio.timeout(LIMITS.hook_s):
+                if own:
+                    for _ in range(8):
+                        assert (await admit(harness, vm))["domain_uuid"] == vm
+                    return
+                with pytest.raises(errors.UnavailableError) as caught:
+                    await admit(harness, vm)
+                assert caught.value.code == "ledger-unreachable"
 
     asyncio.run(scenario())
 

@@ -35,6 +35,7 @@ from accelvisor.daemon.moving.tensors import Processes
 from accelvisor.daemon.moving.uploads import Uploads
 from accelvisor.daemon.moving.watermarks import Watermarks
 from accelvisor.daemon.paths import Paths
+from accelvisor.daemon.store import Function
 from accelvisor.errors import (
     AccelvisorError,
     ConflictError,
@@ -178,6 +179,7 @@ class MovingHost:
         undo.push_async_callback(self.doors.close)
         around.functions.on_removed = self._removed
         around.functions.on_owner = self.follow
+        around.functions.may_run = self._may_run
         await self.follow()
         self.listener: Listener | None = None
         if settings.listen:
@@ -228,18 +230,18 @@ class MovingHost:
         )
 
     async def _removed(self, uuid: str) -> None:
-        """A function is no more here. Whose it was, or where it went, the ledger knows: one that
-        was this host's own and is deleted is nobody's from here on.
-        """
+        """A function is no more here."""
         try:
             self.checkpoints.forget_base(uuid)
             await asyncio.to_thread(self.services.watermarks.forget, uuid)
-            known = await self.services.owners.ledger.get(uuid)
-            if known is not None and known.record.runs_at(str(self.keys.host)):
-                await self.services.owners.ledger.release(uuid)
+            await self.services.owners.give_up(uuid)
         except AccelvisorError as error:
             LOG.warning("function %s, which is gone: %s", uuid, error.message)
         await self.follow()
+
+    async def _may_run(self, function: Function) -> None:
+        known = function.domain_uuid is not None
+        await self.services.owners.require_ours(function.uuid, known=known)
 
     async def follow(self) -> None:
         """Sockets for exactly the domains that have functions, or are about to."""

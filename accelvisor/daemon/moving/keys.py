@@ -1,14 +1,16 @@
 """This host's keys and its trust document, on disk: ``STATE/trust``, readable by the daemon alone.
 
-========== =====================================================================================
-host.pem   the keys that this host signs and seals with
-root.pem   the key that signs this host's own trust document, while no fleet's roots do
-trust      the trust document that is in force
-rotations  key changes that peers told of since
-========== =====================================================================================
+============ ===================================================================================
+host.pem     the keys that this host signs and seals with; host.old.pem those before them
+host.new.pem those that are to follow, while a rotation is under way
+root.pem     the key that signs this host's own trust document, while no fleet's roots do
+trust        the trust document that is in force
+rotations    key changes since then, of peers and our own
+============ ===================================================================================
 
 Each file is replaced whole (write, sync, rename), and the order of writing is such that a kill
-between two of them leaves a host that works: new keys are on disk before anybody hears of them.
+between two of them leaves a host that works: new keys are on disk before they count, and the next
+start takes or drops them by what the keyring says.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ _YEARS_NS = 30 * 366 * 86_400 * 10**9
 #: A clock that is behind must not make our own certificate not yet valid.
 _BEFORE_NS = 366 * 86_400 * 10**9
 _WHERE = "trust"
+_NEW = "host.new.pem"
 K = TypeVar("K", bound=SigningKey)
 #: Seconds. The wall clock decides when a key's time is over, and it may be set or jump.
 _LOOK_S = 60.0
@@ -115,20 +118,9 @@ class Keys:
             self._trusted = self._begin(name, address)
         else:
             self._trusted = _opened(envelope)
-        self._rotations: tuple[bytes, ...] = self._read_rotations()
-        now = self._clock_ns()
-        self.credentials = Credentials(
-            self.host,
-            self.identity,
-            certificate(
-                self.identity,
-                self.host,
-                serial=secrets.randbits(63) | 1,
-                not_before_ns=now - _BEFORE_NS,
-                not_after_ns=now + _YEARS_NS,
-            ),
-            Pins(),
-        )
+        self.keyring = Keyring(self.document, self._read_rotations())
+        self._settle()
+        self.credentials = Credentials(self.host, self.identity, self._certificate(), Pins())
         self._take_effect()
         mine = self.document.host(str(self.host))
         if mine is not None and self.mine_to_sign and (mine.name, mine.address) != (name, address):
@@ -234,6 +226,10 @@ class Keys:
     def rotate(self) -> bytes:
         """New keys for this host, at once; the old ones count for a while. Returns the statement
         to tell the peers.
+
+        Raises:
+            NotFoundError: ``trust-host-unknown``; DataError: ``rotation-...``.
+            SystemFailure: ``trust-io``; nothing has changed.
         """
         mine = self.keyring.effective.host(str(self.host))
         if mine is None:
@@ -242,20 +238,27 @@ class Keys:
                 code="trust-host-unknown",
                 where=_WHERE,
             )
+        # One before it may have had no room for its last step.
+        self._settle()
         fresh = Identity.generate(os.urandom)
         now = self._clock_ns()
         retire = now + int(LIMITS.rotation_overlap_s * 10**9)
         statement = rotate(mine, self.identity, fresh, created_ns=now, retire_ns=retire)
-        self._write("host.old.pem", self.identity.to_pem())
-        self._write("host.pem", fresh.to_pem())
-        self._take_rotation(statement)
+        after = self.keyring.with_rotation(statement)
+        self._write(_NEW, fresh.to_pem())
+        self._take_rotation(after)
+        # It counts from here on, so nothing may hinder it any more.
         self.identity = fresh
-        self._load_credentials()
+        self.credentials.renew(fresh, self._certificate())
+        try:
+            self._settle()
+        except SystemFailure as error:
+            LOG.warning("the new keys are in %s until the next start: %s", _NEW, error.message)
         return statement
 
     def rotated(self, statement: bytes) -> None:
         """A peer tells that it has new keys. DataError ``rotation-...``."""
-        self._take_rotation(statement)
+        self._take_rotation(self.keyring.with_rotation(statement))
 
     def replace(self, envelope: bytes) -> None:
         """Take over a document that a fleet's roots have signed.
@@ -307,16 +310,34 @@ class Keys:
     def _install(self, trusted: Trusted) -> None:
         self._write("trust", trusted.envelope)
         self._trusted = trusted
+        self.keyring = Keyring(self.document, self.keyring.rotations)
         self._take_effect()
 
-    def _take_rotation(self, statement: bytes) -> None:
-        keyring = self.keyring.with_rotation(statement)
+    def _take_rotation(self, keyring: Keyring) -> None:
         self._write("rotations", msgspec.msgpack.encode(list(keyring.rotations)))
-        self._rotations = keyring.rotations
+        self.keyring = keyring
         self._take_effect()
+
+    def _settle(self) -> None:
+        """The last step of a rotation, also of one that a kill ended: new keys take the place of
+        the old ones if the keyring has them. If it has not, nobody was told of them.
+        """
+        raw, path = self._read(_NEW), self._directory / _NEW
+        if raw is None:
+            return
+        new, current = Identity.from_pem(raw), self.keyring.current(str(self.host))
+        try:
+            if current is None or current.key_id != new.key_id:
+                path.unlink()
+                return
+            atomic.replace(self._directory / "host.old.pem", self._read("host.pem") or b"")
+            os.replace(path, self._directory / "host.pem")
+            atomic.sync_directory(self._directory)
+        except OSError as error:
+            raise _failed(self._directory, error) from error
+        self.identity = new
 
     def _take_effect(self) -> None:
-        self.keyring = Keyring(self.document, self._rotations)
         pins = [
             Pin(UUID(host.uuid), key.public, not_after_ns=key.not_after_ns)
             for host in self.peers()
@@ -343,17 +364,14 @@ class Keys:
             self._timer.cancel()
             self._timer = None
 
-    def _load_credentials(self) -> None:
+    def _certificate(self) -> bytes:
         now = self._clock_ns()
-        self.credentials.renew(
+        return certificate(
             self.identity,
-            certificate(
-                self.identity,
-                self.host,
-                serial=secrets.randbits(63) | 1,
-                not_before_ns=now - _BEFORE_NS,
-                not_after_ns=now + _YEARS_NS,
-            ),
+            self.host,
+            serial=secrets.randbits(63) | 1,
+            not_before_ns=now - _BEFORE_NS,
+            not_after_ns=now + _YEARS_NS,
         )
 
     def _read_rotations(self) -> tuple[bytes, ...]:

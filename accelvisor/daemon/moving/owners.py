@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Literal
 
 from accelvisor.daemon.moving.keys import Keys
-from accelvisor.errors import AccelvisorError, ConflictError, DataError, NotFoundError
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DataError,
+    NotFoundError,
+    UnavailableError,
+)
 from accelvisor.frames import envelope as envelopes
 from accelvisor.frames.envelope import SignatureError
-from accelvisor.limits import KIB
+from accelvisor.limits import KIB, LIMITS
 from accelvisor.migration import messages as wire
 from accelvisor.migration.ledger import (
     PAYLOAD_TYPE,
     Item,
     Ledger,
+    Record,
     Signed,
     Standing,
     Transfer,
 )
 
+LOG = logging.getLogger(__name__)
 _RECORD_BYTES = 4 * KIB
 Arbiter = Literal["source", "etcd"]
 
@@ -46,6 +56,8 @@ class Owners:
         self.ledger = ledger
         self.arbiter: Arbiter = arbiter
         self._keys = keys
+        #: Until then (the loop's time) a ledger that did not answer is not waited for again.
+        self._away_until = 0.0
 
     async def gone(self, function: str) -> NotFoundError | None:
         """Of a function that is not here: that this host gave it away, and to whom. None when the
@@ -68,14 +80,62 @@ class Owners:
 
     async def next_epoch(self, function: str) -> int:
         """The epoch at which this host, the owner, may give a function away; one that the ledger
-        does not know is claimed.
+        does not know, or knows as deleted, is claimed.
 
         Raises:
             ConflictError: ``ledger-not-owner``, ``ledger-undecided``.
             UnavailableError: ``ledger-unreachable``.
         """
-        me = str(self._keys.host)
-        found = await self.ledger.get(function) or await self.ledger.claim(function)
+        return (await self._mine(function, await self.ledger.get(function))).epoch + 1
+
+    async def require_ours(self, function: str, *, known: bool) -> None:
+        """Before a domain is let into a function that is here: the ledger names no other host. One
+        that no move ever touched is in no ledger.
+
+        libvirt may wait for this in its hook. When the ledger does not answer in time, a domain
+        that has the function already (``known``) gets it: what moved away is ended here before its
+        move is over, so only an old state directory that was put back could be wrong, and hosts
+        that start together with their etcd must not wait for each other. To a domain that does
+        not have it yet nothing is given meanwhile.
+
+        Raises:
+            ConflictError: ``ledger-not-owner``, ``ledger-undecided``.
+            UnavailableError: ``ledger-unreachable``, and the domain does not have it.
+        """
+        loop = asyncio.get_running_loop()
+        if known and loop.time() < self._away_until:
+            return  # a VM may have many functions, and the hook has one deadline for all
+        try:
+            async with asyncio.timeout(LIMITS.ledger_admit_s):
+                found = await self.ledger.get(function)
+                if found is not None:
+                    await self._mine(function, found)
+        except (TimeoutError, UnavailableError) as error:
+            self._away_until = loop.time() + LIMITS.hook_s
+            if not known:
+                raise UnavailableError(
+                    f"the ledger does not answer: whose function {function} is cannot be said",
+                    code="ledger-unreachable",
+                    where="ledger",
+                    hint="until it does, only domains that have their functions already may start",
+                ) from error
+            LOG.warning("function %s: by its row alone, the ledger does not answer", function)
+
+    async def give_up(self, function: str) -> None:
+        """A function is no more here. Whose it is, or where it went, the ledger knows: one that was
+        this host's own is nobody's from here on.
+
+        Raises:
+            UnavailableError, StateError: the ledger's.
+        """
+        known = await self.ledger.get(function)
+        if known is not None and known.record.runs_at(str(self._keys.host)):
+            await self.ledger.release(function)
+
+    async def _mine(self, function: str, found: Signed | None) -> Record:
+        """The record that says that this host owns a function; what is nobody's is claimed."""
+        if found is None or found.record.state is Standing.RELEASED:
+            found = await self.ledger.claim(function)
         record = found.record
         if record.state is Standing.PREPARED:
             raise ConflictError(
@@ -84,13 +144,14 @@ class Owners:
                 where="ledger",
                 hint="it is decided when the other host can be reached",
             )
-        if record.owner != me:
+        if record.owner != str(self._keys.host):
             raise ConflictError(
                 f"function {function} belongs to host {record.owner}",
                 code="ledger-not-owner",
                 where="ledger",
+                hint="what is still here of it is of before it moved: delete that",
             )
-        return record.epoch + 1
+        return record
 
     def transfer(self, migration: bytes, other: str, parts: Sequence[wire.Part]) -> Transfer:
         """A move from this host to ``other``."""

@@ -57,8 +57,9 @@ class Restoring:
             self._services.fault("restore:verified")
             try:
                 if known is None:
-                    known = await self._bring(uuid, state)
-                await self._load(known, state, rollback)
+                    known = await self._make(uuid, state, rollback)
+                else:
+                    await self._load(known, state, rollback)
             finally:
                 await asyncio.to_thread(state.close)
         words = f"checkpoint {name} was restored"
@@ -102,6 +103,30 @@ class Restoring:
         finally:
             # Giving back the old memory takes its time: nobody waits for that.
             await asyncio.to_thread(reloading.release)
+
+    async def _make(self, uuid: str, state: Unpacked, rollback: bool) -> Function:
+        """Of a function that is not here: whole, or nothing is left of it."""
+        services = self._services
+        # First: what moved away must not be here a second time, not even for a moment.
+        await services.owners.next_epoch(uuid)
+        function = None
+        try:
+            function = await self._bring(uuid, state)
+            await self._load(function, state, rollback)
+        except Exception:
+            await self._take_back(uuid, function)
+            raise
+        return function
+
+    async def _take_back(self, uuid: str, brought: Function | None) -> None:
+        functions = self._services.functions
+        try:
+            if brought is not None:
+                await functions.drop(uuid, "it could not be restored")
+            if functions.registry.get(uuid) is None:
+                await self._services.owners.give_up(uuid)
+        except AccelvisorError as error:
+            LOG.warning("function %s, which was not restored: %s", uuid, error.message)
 
     async def _load(self, function: Function, state: Unpacked, rollback: bool) -> None:
         services, numbers, uuid = self._services, self._library.numbers, function.uuid

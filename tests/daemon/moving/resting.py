@@ -89,6 +89,9 @@ class Functions:
         assert self.coming is not None
         return self.add(self.coming(uuid, profile))
 
+    async def drop(self, uuid: str, words: str) -> None:
+        del self.registry.functions[uuid]
+
     def add(self, process: Process, domain: str | None = None) -> Function:
         spec = process.spec
         function = Function(
@@ -113,6 +116,9 @@ class Owners:
         if function in self.foreign:
             raise ConflictError("it is another host's", code="ledger-not-owner")
         return self.epochs[function] + 1
+
+    async def give_up(self, function: str) -> None:
+        self.epochs.pop(function, None)
 
     async def floor(self, function: str) -> int:
         return self.epochs.get(function, 0)

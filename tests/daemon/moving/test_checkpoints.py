@@ -513,6 +513,39 @@ def test_a_function_that_is_gone_is_made_again_with_its_uuid_and_size(here: Host
         assert computes(again)
 
 
+def test_one_that_moved_away_is_not_made_a_second_time(here: Host) -> None:
+    """Its owner would compute elsewhere, and its VM could be started here with it."""
+    with function(here, domain=None) as (_, found):
+        entry = create(here, found)
+    del here.functions.registry.functions[found.uuid]
+    here.owners.foreign.add(found.uuid)
+    with running(uuid=found.uuid) as again:
+        made: list[str] = []
+
+        def coming(uuid: str, _: object) -> Process:
+            made.append(uuid)
+            return again
+
+        here.functions.coming = coming
+        with pytest.raises(ConflictError) as caught:
+            asyncio.run(here.points.restore(entry.name, rollback=True))
+    assert code(caught) == "ledger-not-owner"
+    assert (made, here.functions.registry.all()) == ([], [])
+
+
+def test_one_whose_state_is_refused_leaves_no_function_and_no_owner(here: Host) -> None:
+    with function(here, domain=None) as (_, found):
+        entry = create(here, found)
+    del here.functions.registry.functions[found.uuid]
+    here.watermarks.refusal = StateError("no mark", code="status-watermark")
+    with running(uuid=found.uuid) as again:
+        here.functions.coming = lambda uuid, profile: again
+        with pytest.raises(StateError):
+            asyncio.run(here.points.restore(entry.name))
+    assert here.functions.registry.all() == []
+    assert found.uuid not in here.owners.epochs
+
+
 def test_one_that_is_refused_makes_no_function(here: Host) -> None:
     with function(here) as (_, found):
         entry = create(here, found)

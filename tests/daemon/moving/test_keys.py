@@ -285,3 +285,67 @@ def test_a_full_disk_leaves_the_trust_document_as_it_was(
     assert not mine.peers()
     assert (tmp_path / "trust" / "trust").read_bytes() == before
     assert not list((tmp_path / "trust").glob("*.new"))
+
+
+class Killed(BaseException):
+    """The daemon is no more."""
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", range(4))
+def test_a_kill_while_keys_rotate_leaves_a_host_that_knows_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, done: bool
+) -> None:
+    mine, rename, left = keys(tmp_path), os.replace, iter(range(4))
+
+    def killed(source: Path, target: Path) -> None:
+        last = next(left) == step
+        if done or not last:
+            rename(source, target)
+        if last:
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(Killed):
+            mine.rotate()
+    for _ in range(2):
+        again = keys(tmp_path)
+        current = again.keyring.current(str(HOST))
+        assert current is not None
+        assert current.key_id == again.identity.key_id
+        again.rotate()
+
+
+@pytest.mark.parametrize("step", range(4))
+def test_a_full_disk_while_keys_rotate_does_not_end_rotation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    a, b = two_hosts(tmp_path)
+    old, rename, left = a.identity.key_id, os.replace, iter(range(8))
+
+    def full(source: Path, target: Path) -> None:
+        if next(left) == step:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        rename(source, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", full)
+        try:
+            b.rotated(a.rotate())
+        except SystemFailure:
+            assert a.identity.key_id == old
+    b.rotated(a.rotate())
+    current = b.find("a").current
+    assert current is not None
+    assert current.key_id == a.identity.key_id == keys(tmp_path / "a").identity.key_id
+
+
+def test_a_rotation_that_is_refused_writes_nothing(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    mine.rotate()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "trust").iterdir()}
+    mine.identity = stranger()
+    with pytest.raises(DataError):
+        mine.rotate()
+    assert files == {path.name: path.read_bytes() for path in (tmp_path / "trust").iterdir()}
