@@ -69,8 +69,8 @@ class Around:
         record: an event for operators (kind, subject, message).
         look: look at libvirt's domains again.
         domain_state: "running", "paused" or "gone", as libvirt says.
-        make_ledger: who owns what, and who decides about moves.
         leaves: whether somebody here migrates a domain away, as libvirt says.
+        make_ledger: who owns what, and who decides about moves.
         group: gid of QEMU's sockets.
     """
 
@@ -82,8 +82,8 @@ class Around:
     record: Callable[[str, str, str], Awaitable[Any]]
     look: Callable[[], Awaitable[None]]
     domain_state: Callable[[str], Awaitable[str]]
-    make_ledger: Callable[[Keys], tuple[ClosingLedger, Arbiter]]
     leaves: Callable[[str], Awaitable[bool]]
+    make_ledger: Callable[[Keys], tuple[ClosingLedger, Arbiter]]
     group: int | None = None
     clock_ns: Callable[[], int] = time.time_ns
     fault: Callable[[str], None] = lambda step: None
@@ -153,8 +153,8 @@ class MovingHost:
             record=around.record,
             context=self._context,
             arrived=around.look,
-            settings=Settings(
             leaves=around.leaves,
+            settings=Settings(
                 downtime_s=settings.downtime_ms / 1000,
                 rate=float(settings.rate) or None,
                 streams=settings.streams,
