@@ -2,6 +2,10 @@
 
 Bytes go into the staging memory that the caller gives, each to the place that its chunk's header
 names, after that header was held against the offer. They are hashed there and not looked into.
+
+What is signed in the end are the chunks of complete rounds, but bytes are written as they come. So
+a chunk that was begun over a broken connection must come again, to the same place, before its round
+can end, and :meth:`Receiver.seal` takes no transfer with bytes that no complete round covers.
 """
 
 from __future__ import annotations
@@ -88,6 +92,9 @@ class Receiver:
         self._channels: list[Channel] = []
         self._threads: list[threading.Thread] = []
         self._error: AccelvisorError | None = _detached()
+        #: Held by whoever exchanges the connections.
+        self._exchange = threading.Lock()
+        self._over = False
         self._done: deque[Received] = deque()
         self._round = 0
         self._begin_round(0)
@@ -99,26 +106,37 @@ class Receiver:
         self._leaves: dict[int, bytes] = {}
         self._stored: dict[int, int] = {}
         self._claimed: dict[int, Header] = {}
+        #: Begun over connections that broke: bytes of these are there, and nobody counts them.
+        self._torn: dict[int, Header] = {}
         self._room = {kind: len(section.view) for kind, section in self._sections.items()}
         self._ends: list[Round] = []
 
     # --- what others use -------------------------------------------------------------------------
 
     def attach(self, channels: Sequence[Channel]) -> None:
-        """Go on over these connections, in the place of earlier ones."""
-        self._detach()
-        with self._changed:
-            state = self._resume()
-            self._channels = list(channels)
-            self._error = None
-            self._threads = [
-                threading.Thread(
-                    target=self._run, args=(channel, state), name="bulk-receive", daemon=True
-                )
-                for channel in channels
-            ]
-        for thread in self._threads:
-            thread.start()
+        """Go on over these connections, in the place of earlier ones.
+
+        Raises:
+            UnavailableError: ``peer-lost``: it was sealed or released; the connections are closed.
+        """
+        with self._exchange:
+            if self._over:
+                for channel in channels:
+                    channel.close()
+                raise _detached()
+            self._detach()
+            with self._changed:
+                state = self._resume()
+                self._channels = list(channels)
+                self._error = None
+                self._threads = [
+                    threading.Thread(
+                        target=self._run, args=(channel, state), name="bulk-receive", daemon=True
+                    )
+                    for channel in channels
+                ]
+            for thread in self._threads:
+                thread.start()
 
     def offer(self, kind: int, view: memoryview) -> None:
         """One more section, once its size is agreed: zeros, as in the constructor.
@@ -162,15 +180,42 @@ class Receiver:
         """Stop now, from any thread; whoever waits gets ``error``."""
         self._break(error)
 
+    def seal(self, chunks: int) -> None:
+        """End for good: from now on no byte comes, and what is there are the first ``chunks``
+        chunks and nothing else. To be called before anything of them is verified.
+
+        The VM may stand still meanwhile: connections are cut, not waited for.
+
+        Raises:
+            DataError: ``bulk-uncovered``: bytes came that none of those chunks covers; or that with
+                which the sender broke a rule.
+        """
+        with self._exchange:
+            self._over = True
+            self._detach()
+        if isinstance(self._error, DataError):
+            raise self._error
+        stray = len(self._claimed.keys() | self._torn.keys())
+        if stray or self._first != chunks:
+            raise DataError(
+                f"{chunks} chunks are signed, {self._first} came in complete rounds and {stray}"
+                " were begun beside them",
+                code="bulk-uncovered",
+                where=_WHERE,
+            )
+
     def close(self) -> None:
         """End the threads and connections; idempotent. The staging memory is not used any more."""
-        self._detach()
+        with self._exchange:
+            self._detach()
 
     def release(self) -> None:
         """Close for good, and let go of the staging memory: as long as anybody looks at it, it
         cannot be unmapped.
         """
-        self.close()
+        with self._exchange:
+            self._over = True
+            self._detach()
         self._sections.clear()
 
     # --- inside ----------------------------------------------------------------------------------
@@ -195,10 +240,11 @@ class Receiver:
             channel.cut(error)
 
     def _resume(self) -> State:
-        """Forget what is half there, and all that is not told."""
+        """Forget what is half there, and all that is not told: it must come again."""
         told = ranges_of(self._leaves)[: self._limits.bulk_ranges]
         keep = {index for first, end in told for index in range(first, end)}
         self._leaves = {i: leaf for i, leaf in self._leaves.items() if i in keep}
+        self._torn |= {i: header for i, header in self._claimed.items() if i not in keep}
         self._claimed = {i: header for i, header in self._claimed.items() if i in keep}
         self._room = {kind: len(section.view) for kind, section in self._sections.items()}
         for header in self._claimed.values():
@@ -275,10 +321,15 @@ class Receiver:
                 )
             if header.index in self._claimed:
                 raise _chunk_error(header, "it came before", "bulk-overlap")
+            torn = self._torn.get(header.index, header)
+            if _place(torn) != _place(header):
+                # Otherwise bytes of it would stay where no chunk that is counted lies.
+                raise _chunk_error(header, "it was begun at another place", "bulk-overlap")
             self._room[header.kind] -= header.length
             if self._room[header.kind] < 0:
                 # More bytes than the section has: some of them lie upon others.
                 raise _chunk_error(header, "it lies upon others of its round", "bulk-overlap")
+            self._torn.pop(header.index, None)
             self._claimed[header.index] = header
 
     def _barrier(self, this: Round) -> None:
@@ -305,6 +356,8 @@ class Receiver:
         if len(self._leaves) != this.end - this.first or any(i >= this.end for i in self._leaves):
             count = this.end - this.first
             raise _round_error(f"round {this.number} has {len(self._leaves)} of {count} chunks")
+        if self._torn:
+            raise _round_error(f"round {this.number} ends, and a chunk that was begun has not come")
         _check_overlap(list(self._claimed.values()))
         indices = range(this.first, this.end)
         self._done.append(
@@ -319,6 +372,10 @@ class Receiver:
         self._round += 1
         self._begin_round(this.end)
         self._changed.notify_all()
+
+
+def _place(header: Header) -> tuple[int, int, int]:
+    return header.kind, header.offset, header.length
 
 
 def _check_overlap(headers: list[Header]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from accelvisor.daemon.moving import driver, sealing
+from accelvisor.daemon.moving.copying import Copying, Part
 from accelvisor.daemon.moving.staged import Staged
 from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.errors import AccelvisorError, CapacityError, NotFoundError
@@ -128,6 +130,24 @@ def test_memory_changed_between_verification_and_load_is_read_back(
     pair.end()
 
 
+def test_bytes_that_come_behind_the_last_round_are_not_loaded(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root that is signed does not cover them."""
+    last = Copying._last_of
+
+    async def and_more(copying: Copying, part: Part) -> None:
+        await last(copying, part)
+        part.sender.send(Kind.MEMORY, 0, memoryview(bytes([1]) * 4096))
+        [move] = pair.there.moves.destinations.values()
+        while not move.parts[0].bulk._claimed:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(Copying, "_last_of", and_more)
+    assert pair.refused().code == "bulk-uncovered"
+    pair.end()
+
+
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
@@ -137,7 +157,7 @@ def test_memory_changed_between_verification_and_load_is_read_back(
         ({"expires_ns": 1, "created_ns": 0}, "frame-stale"),
         ({"function": "00000000-0000-0000-0000-000000000001"}, "frame-"),
         ({"owner": bytes(32)}, "frame-"),
-        ({"chunks": 1}, "frame-"),
+        ({"chunks": 1}, "bulk-uncovered"),
     ],
 )
 def test_source_that_signs_something_else_is_refused(

@@ -20,10 +20,9 @@ from accelvisor.migration.bulk import MESSAGE, PAGE_BYTES, Round, State, Type, r
 from accelvisor.migration.channel import Channel
 from accelvisor.migration.receiver import Receiver
 from accelvisor.migration.sender import Sender
+from tests.migration.hostile import MEMORY, WINDOW, chunk, victim
 from tests.migration.hosts import both, channels, close, until
 
-MEMORY = 5
-WINDOW = 4
 SIZE = 4 * MIB
 
 
@@ -268,33 +267,6 @@ def test_pages_that_stay_zero_are_not_written() -> None:
 
 
 # --- a hostile sender ----------------------------------------------------------------------------
-
-
-@contextmanager
-def victim(limits: object = LIMITS) -> Iterator[tuple[Receiver, Channel]]:
-    """A receiver that offers 8 KiB of memory, and the connection to it."""
-    receiver = Receiver({MEMORY: memoryview(bytearray(8 * KIB))}, limits=limits)  # type: ignore[arg-type]
-    [near], far = channels()
-    receiver.attach(far)
-    State.read(near)
-    try:
-        yield receiver, near
-    finally:
-        receiver.close()
-        close([near])
-
-
-def chunk(
-    index: int = 0,
-    kind: int = MEMORY,
-    coding: int = Coding.RAW,
-    offset: int = 0,
-    length: int = 4096,
-    stored: int | None = None,
-) -> bytes:
-    header = Header(index, kind, coding, offset, length).pack()
-    size = (length if coding == Coding.RAW else 0) if stored is None else stored
-    return MESSAGE.pack(Type.CHUNK, header + size.to_bytes(4, "little"))
 
 
 def refused(*messages: bytes, limits: object = LIMITS) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 from accelvisor.daemon import admission
 from accelvisor.daemon.inventory import Profile
-from accelvisor.daemon.moving import documents, orders
+from accelvisor.daemon.moving import awakening, documents, orders
 from accelvisor.daemon.moving.driver import Driver
 from accelvisor.daemon.moving.evidence import FunctionNonces
 from accelvisor.daemon.moving.receiving import InPlace, Part, Receiving, Source
@@ -301,16 +301,19 @@ class DestinationMove:
             raise ConflictError(
                 "the seal names other functions", code="migration-functions", where="migration"
             )
+        signed = []
+        for part, envelope in zip(self.parts, sealed.envelopes, strict=True):
+            signed.append(part.verifier.open(envelope).statement.chunks)
+            await self.receiving.counted(part, signed[-1])
+        # What is verified below is what lies in staging only if nothing else came and none will.
+        await self.receiving.seal(signed)
         for part, named, envelope in zip(self.parts, sealed.parts, sealed.envelopes, strict=True):
-            opened = part.verifier.open(envelope)
-            await self.receiving.counted(part, opened.statement.chunks)
             verified = part.receiver.finish(envelope)
             if verified.digest != named.digest or verified.manifest.epoch != named.epoch:
                 raise ConflictError(
                     "the seal is not of its manifest", code="migration-functions", where="migration"
                 )
             part.verified = verified
-        await self.receiving.end()
 
     async def _load(self, _: actions.Load) -> None:
         self.driver.begin(self._load_all(), Event.LOADED)
@@ -392,13 +395,8 @@ class DestinationMove:
         self.driver.begin(self._go_on(), Event.THAWED)
 
     async def _go_on(self) -> None:
-        uuids = self._uuids()
-        for state in actions.THAW_WALK:
-            await asyncio.gather(*(self._order(uuid, "migrate", to=state) for uuid in uuids))
-        for uuid in uuids:
-            await self._order(uuid, "moved")
-            await self._order(uuid, "fence", on=False)
-            await self._order(uuid, "track", on=False)
+        uuids, functions = self._uuids(), self._services.functions
+        await awakening.wake(functions, uuids, full_speed=False, moved=True)
         self._services.functions.held.difference_update(uuids)
         await self._services.arrived()
         await self._let_go()
@@ -413,6 +411,7 @@ class DestinationMove:
         for uuid in self._uuids() if self.brought else ():
             await functions.drop(uuid, "its move to this host was given up")
             functions.held.discard(uuid)
+        self.brought = False  # a function of that UUID is another one from here on
         await self._let_go()
 
     async def _report(self, action: actions.Report) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -149,6 +149,20 @@ class Receiving:
         if self._bulk is not None and self._bulk is not asyncio.current_task():
             self._bulk.cancel()
             await asyncio.gather(self._bulk, return_exceptions=True)
+
+    async def seal(self, chunks: Sequence[int]) -> None:
+        """No more bytes: of each function so many chunks came, and nothing beside them.
+
+        Raises:
+            DataError: as :meth:`accelvisor.migration.receiver.Receiver.seal`.
+        """
+        await self.end()
+        await asyncio.gather(
+            *(
+                asyncio.to_thread(part.bulk.seal, count)
+                for part, count in zip(self.parts, chunks, strict=True)
+            )
+        )
 
     async def close(self) -> None:
         """Forget what came; what is mapped of the functions' memory is given back."""
