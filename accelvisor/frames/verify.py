@@ -47,7 +47,9 @@ class Policy:
     Args:
         skew_ns: how far ahead of this host's clock a checkpoint may be made.
         max_age_ns: how old it may be; None: only its own expiry counts.
-        epoch_jump: how far ahead of the known epoch it may be; None: any.
+        epoch_jump: how far ahead of the known epoch it may be; None: any. Where no epoch is known
+            there is nothing to jump from: the first move of a function to a host, and what lies
+            behind a known state (a link of a chain, a step back), may be of any.
         retired_keys: a rotated key counts for what it signed in its time. Only for checkpoints at
             rest: whoever has a rotated key can write an old date.
         once: a nonce is used up.
@@ -76,7 +78,7 @@ class Expected:
         me: this host's UUID; the audience must be it.
         source: the peer's UUID, as TLS authenticated it.
         nonce: that this host chose.
-        epoch: of the function as this host knows it: the floor.
+        epoch: of the function as this host knows it: the floor; 0: it knows none.
         sequence: of the last checkpoint that was taken of that epoch; -1 for none.
         boot: the highest that was seen of the source.
         parent: digest of the manifest that must be continued; empty: it must be whole.
@@ -274,7 +276,8 @@ class Verifier:
                 f"checkpoint {expected.sequence} of epoch {found.epoch} is known, "
                 f"it is {found.sequence}",
             )
-        if policy.epoch_jump is not None and found.epoch - expected.epoch > policy.epoch_jump:
+        jump = policy.epoch_jump if expected.epoch else None
+        if jump is not None and found.epoch - expected.epoch > jump:
             raise refuse(
                 "frame-epoch-jump", f"epoch {expected.epoch} is known, it is of {found.epoch}"
             )

@@ -116,6 +116,10 @@ def test_epoch_may_jump_to_the_limit() -> None:
     assert Destination().take(Checkpoint(epoch=EXPECTED.epoch + LIMITS.epoch_jump))
 
 
+def test_a_function_of_many_epochs_comes_to_a_host_that_never_had_it() -> None:
+    assert Destination(epoch=0, sequence=-1).take(Checkpoint(epoch=LIMITS.epoch_jump * 3))
+
+
 # --- mix and match, reordered, truncated, spliced, endless, slow ---
 
 

@@ -495,6 +495,19 @@ def test_a_revoked_hosts_checkpoint_is_refused(here: Host, one: tuple[Process, F
     assert code(caught) == "frame-key-revoked"
 
 
+def test_a_chain_and_a_step_back_are_restored_however_many_epochs_there_were(
+    here: Host, one: tuple[Process, Function]
+) -> None:
+    """Neither its parents nor a step back have a known epoch that they could jump ahead of."""
+    here.owners.epochs[one[1].uuid] = 3 * LIMITS.epoch_jump
+    whole = create(here, one[1], follow=True)
+    more = create(here, one[1], parent=whole.digest)
+    assert more.parent
+    asyncio.run(here.points.restore(more.name))
+    asyncio.run(here.points.restore(whole.name, rollback=True))
+    assert computes(one[0])
+
+
 # --- a function that is not here ------------------------------------------------------------------
 
 
