@@ -207,6 +207,11 @@ class Sender:
             return
         if state.round != self._round or state.first != self._first:
             raise bad(f"the receiver is in round {state.round}, this host in {self._round}")
+        # They are in order. Nobody counts them through before they are within this round, which is
+        # bounded: one of 2**63 would take all memory of this host.
+        edges = [edge for each in state.ranges for edge in each]
+        if edges and not self._first <= edges[0] <= edges[-1] <= self._next:
+            raise bad("the receiver's ranges lie outside of the round")
         have = {index for first, end in state.ranges for index in range(first, end)}
         if not have <= self._leaves.keys():
             raise bad("the receiver has chunks that were not sent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -12,7 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelvisor.errors import AccelvisorError, DataError, DeadlineError, UnavailableError
+from accelvisor.errors import (
+    AccelvisorError,
+    DataError,
+    DeadlineError,
+    ProtocolError,
+    UnavailableError,
+)
 from accelvisor.frames.chunks import Coding, Header, leaf_hash
 from accelvisor.frames.merkle import plain_root
 from accelvisor.limits import KIB, LIMITS, MIB
@@ -351,6 +358,24 @@ def test_a_receiver_that_claims_what_was_not_sent_is_refused() -> None:
     far.flush()
     with pytest.raises(AccelvisorError) as caught:
         sender.attach(near)
+    assert caught.value.code == "bulk-message"
+    sender.close()
+    close([*near, far])
+
+
+def test_a_receiver_that_claims_endless_ranges_takes_no_memory() -> None:
+    """2**20 here, so that a sender which counts them through only fails: 2**63 would kill it."""
+    near, [far] = channels()
+    sender = Sender()
+    far.write(State(0, 0, ((0, 2**20),)).pack())
+    far.flush()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError) as caught:
+            sender.attach(near)
+        assert tracemalloc.get_traced_memory()[1] < MIB
+    finally:
+        tracemalloc.stop()
     assert caught.value.code == "bulk-message"
     sender.close()
     close([*near, far])
