@@ -113,6 +113,8 @@ class Limits:
 
     # --- migration and ledger --------------------------------------------------------------------
     # A control message carries at most an envelope for each function of a VM.
+    # Threads for what blocks: a function that moves keeps one or two for the length of a round.
+    daemon_threads: int = 128
     migration_message_bytes: int = 2 * MIB
     # A manifest with its signatures, about 100 bytes each.
     migration_envelope_bytes: int = 72 * KIB

@@ -19,7 +19,7 @@ from accelvisor.daemon.moving.lent import Lent
 from accelvisor.daemon.moving.pace import Pace
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.store import Function
-from accelvisor.errors import AccelvisorError, ConflictError, UnavailableError
+from accelvisor.errors import AccelvisorError, ConflictError, DeadlineError, UnavailableError
 from accelvisor.frames.chunks import Kind
 from accelvisor.frames.merkle import Merkle
 from accelvisor.limits import LIMITS
@@ -125,8 +125,13 @@ class Copying:
 
     def round(self, *, first: bool) -> None:
         """A round beside; the freeze may come in the middle of one, and does not wait for it."""
-        if self._task is None or self._task.done():
+        if not self.busy:
             self._task = asyncio.get_running_loop().create_task(self._round(first))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a round is under way."""
+        return self._task is not None and not self._task.done()
 
     def stop(self) -> None:
         """No further round begins; one that is under way ends."""
@@ -249,7 +254,7 @@ class Copying:
             try:
                 await in_thread(end, lambda: part.sender.cancel(CANCELLED))
                 return
-            except UnavailableError as error:
+            except (UnavailableError, DeadlineError) as error:  # broken, or nothing comes through
                 if error is CANCELLED:
                     raise
                 lost = error

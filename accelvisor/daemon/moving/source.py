@@ -6,10 +6,11 @@ import asyncio
 import logging
 import time
 from collections import deque
+from contextlib import suppress
 
 import msgspec
 
-from accelvisor.daemon.moving import documents, orders, sealing
+from accelvisor.daemon.moving import awakening, documents, orders, sealing
 from accelvisor.daemon.moving.asked import Asked
 from accelvisor.daemon.moving.copying import Copying, Part
 from accelvisor.daemon.moving.driver import Driver
@@ -272,8 +273,12 @@ class SourceMove:
         said = documents.described(await orders.order(paths.control_socket, "describe"))
         given = await orders.order(paths.holder_socket, "lend", expected=4)
         lent = Lent(given.fds, function.memory_bytes, function.window_bytes)
-        self.state_bytes += await asyncio.to_thread(lent.held_bytes)
-        epoch = await services.owners.next_epoch(function.uuid)
+        try:
+            self.state_bytes += await asyncio.to_thread(lent.held_bytes)
+            epoch = await services.owners.next_epoch(function.uuid)
+        except BaseException:
+            lent.close()
+            raise
         sections: dict[int, int] = {
             Kind.FUNCTION: LIMITS.manifest_bytes,
             Kind.STATUS: LIMITS.manifest_bytes,
@@ -295,7 +300,10 @@ class SourceMove:
         self.copying.round(first=False)
 
     async def _rewind(self, _: actions.Rewind) -> None:
-        """The bulk connections tell each other what is missing."""
+        """The bulk connections tell each other what is missing; the word that a round is over may
+        have been lost with the link."""
+        if not self.copying.busy:
+            self._round_done()
 
     # --- the switch-over --------------------------------------------------------------------------
 
@@ -341,8 +349,10 @@ class SourceMove:
         decide = ledger.commit if decision is actions.Decision.COMMIT else ledger.abort
         try:
             verdict = await decide(self._transfer(parts))
-        except UnavailableError as error:
-            LOG.warning("%s: %s", self.driver.name, error.message)
+        except AccelvisorError as error:
+            # Whatever it is: without an answer neither side may compute, so it is asked again.
+            level = logging.WARNING if isinstance(error, UnavailableError) else logging.ERROR
+            LOG.log(level, "%s: %s", self.driver.name, error.message)
             self.driver.post(Event.ARBITER_UNREACHABLE)
             return
         self._keep(parts, verdict)
@@ -365,13 +375,12 @@ class SourceMove:
         self.driver.begin(self._go_on(), Event.THAWED)
 
     async def _go_on(self) -> None:
-        for state in actions.THAW_WALK:
-            await self._everywhere("migrate", to=state)
-        if self.pace.throttle < 100 or not self.parts:  # of what a restart found, nobody knows
-            await self.copying.throttle(100)
-        await self._everywhere("fence", on=False)
-        await self._everywhere("track", on=False)
+        full = self.pace.throttle < 100 or not self.parts  # of what a restart found, nobody knows
+        whole = await awakening.wake(self._services.functions, self._uuids(), full_speed=full)
         await self.let_go()
+        if not whole:
+            with suppress(AccelvisorError):
+                await self._services.arrived()  # nobody looked after the lost one meanwhile
 
     async def _scrub(self, _: actions.Scrub) -> None:
         self.driver.begin(self._remove(), Event.SCRUBBED)
@@ -408,13 +417,15 @@ class SourceMove:
     async def _everywhere(self, method: str, **parameters: object) -> None:
         """The same order to every function of the VM; done when all have carried it out."""
         paths = self._services.functions.world.paths
-        uuids = [part.uuid for part in self.parts] or [p.function for p in self.record_parts]
         await asyncio.gather(
             *(
                 orders.order(paths.function(uuid).control_socket, method, parameters)
-                for uuid in uuids
+                for uuid in self._uuids()
             )
         )
+
+    def _uuids(self) -> list[str]:
+        return [part.uuid for part in self.parts] or [p.function for p in self.record_parts]
 
     def _peer_name(self) -> str:
         known = self._services.keys.keyring.effective.host(str(self.peer.host))
