@@ -155,7 +155,8 @@ def _to(state: State, events: str, *actions: Action) -> dict[Event, Move[State]]
 
 def _own_abort(events: str, *actions: Action) -> dict[Event, Move[State]]:
     """Give up where nobody else can decide: the seal has not left."""
-    ours = (Journal(_S.ABORTED), Thaw(), *actions, Send(wire.Abort))
+    # A timer that fired later would close the epoch which the next attempt uses by then.
+    ours = (ClearDeadline(), Journal(_S.ABORTED), Thaw(), *actions, Send(wire.Abort))
     return _to(_S.ABORTED, events, *ours)
 
 

@@ -135,3 +135,12 @@ def test_a_slip_in_a_row_is_found() -> None:
     moves_of = {source.Event.RESERVE: Move(source.State.START)}
     with pytest.raises(ValueError, match="RESERVE"):
         do.row(moves_of, (do.ORDER, "RESERVE"))
+
+
+def test_no_timer_of_an_attempt_outlives_it() -> None:
+    """It would close the epoch that the next attempt uses."""
+    asked = (source.State.ABORTING, source.State.COMMITTING)  # their only timer asks again
+    for state, event, entry in moves(source):
+        if entry.next is source.State.ABORTED and state not in (*asked, source.State.ABORTED):
+            assert do.ClearDeadline() in entry.actions, (state, event)
+            assert not any(isinstance(action, do.SetDeadline) for action in entry.actions)
