@@ -68,6 +68,13 @@ _TO_DESTINATION: Mapping[type[wire.Message], destination.Event] = {
     wire.Sealed: _D.SEALED,
     wire.Abort: _D.ABORT,
 }
+#: States in which a VM's QEMU has loaded all it will: if it asks, it saves.
+_ARRIVED = frozenset(
+    (
+        destination.State.LOADED, destination.State.COMMITTING, destination.State.COMMITTED,
+        destination.State.FENCED,
+    )
+)  # fmt: skip
 
 
 class Moves:
@@ -369,8 +376,20 @@ class Moves:
         return {one for one in coming | going if self.coming(one) or self.going(one)}
 
     async def owners(self, domain_uuid: str) -> bool | None:
-        """QEMU asks who has state: the last moment to say no. None: no move has to do with it."""
-        if self.coming(domain_uuid) is not None:
+        """QEMU asks who has state: the last moment to say no. None: no move has to do with it.
+
+        Raises:
+            ConflictError: ``migration-busy``: it has arrived, and is saved before that has ended.
+        """
+        coming = self.coming(domain_uuid)
+        if coming is not None:
+            if coming.driver.state in _ARRIVED:
+                raise ConflictError(
+                    "the move that brought the domain here has not ended",
+                    code="migration-busy",
+                    where=f"domain:{domain_uuid}",
+                    hint="it ends when the VM runs: accelctl migration list",
+                )
             return True
         move = self.going(domain_uuid)
         if move is None:
@@ -424,8 +443,10 @@ class Moves:
                 move.driver.post(there)
         for coming in reversed(self.destinations.values()):
             if coming.domain_uuid == domain:
-                # Only the last one: what QEMU does now has to do with no earlier attempt.
-                coming.driver.post(here)
+                # Only the last one: what QEMU does now has to do with no earlier attempt. Nor with
+                # that one, when it was given up and its own QEMU is gone.
+                if not (coming.left and coming.driver.state is destination.State.CLOSED):
+                    coming.driver.post(here)
                 break
 
     async def recover(self) -> None:

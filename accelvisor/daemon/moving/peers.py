@@ -80,6 +80,8 @@ class Asking:
 
     #: How often the connection broke.
     breaks = 0
+    #: Whether anybody ever wanted one.
+    tried = False
 
     def __init__(
         self,
@@ -102,10 +104,6 @@ class Asking:
     def host(self) -> UUID:
         return UUID(self._host.uuid)
 
-    @property
-    def used(self) -> bool:
-        """Whether there ever was a connection."""
-        return self._keeping is not None
 
     async def open(self) -> PeerLink:
         """Connect if that was not done yet, then stay connected.
@@ -113,6 +111,7 @@ class Asking:
         Raises:
             as :func:`accelvisor.migration.link.connect`.
         """
+        self.tried = True
         async with self._opening:
             if self._keeping is None:
                 self._link = await self._connect()
@@ -227,11 +226,14 @@ class Ways:
         self._askings.clear()
 
     async def _retire(self, host: str, move: bytes, done: Callable[[], None]) -> None:
-        asking, moves = self._askings[host]
+        known = self._askings.get(host)
+        if known is None or move not in known[1]:
+            return  # it was over before
+        asking, moves = known
         while True:
             before = asking.breaks
             await asyncio.sleep(LIMITS.peer_dead_s)
-            if not asking.used:
+            if not asking.tried:
                 break
             with suppress(AccelvisorError):
                 # An answer shows that what was said before it arrived, if on the same connection.

@@ -96,6 +96,8 @@ class Recovery:
         move.arbiter = record.arbiter
         move.known = _parts(record)
         move.brought = record.brought
+        # Whatever QEMU there is by now, it is none of one that was given up before the restart.
+        move.left = move.driver.state is destination.State.CLOSED
         if move.brought and move.driver.state not in DESTINATION_ENDED:
             self._services.functions.held.update(record.functions)
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
+
+import pytest
 
 from accelvisor.daemon.moving.journal import KEPT
-from accelvisor.daemon.moving.peers import Asking
+from accelvisor.daemon.moving.peers import Asking, Ways
+from accelvisor.errors import ConflictError, StateError
 from accelvisor.hypervisor.port import DomainEventKind, DomainState
+from accelvisor.migration import actions, destination, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.link import Handler
 from tests.daemon.moving.pair import Pair, pair
@@ -83,5 +88,84 @@ def test_a_host_that_asks_without_end_leaves_a_bounded_number_behind() -> None:
         assert len(moves.sources) <= KEPT + 1
         assert len(moves._services.journal.rows()) <= KEPT + 1
         await peer.asking.close()
+
+    scenario(body)
+
+
+# --- moves that are known, and what QEMU and the ledger say of them -------------------------------
+
+
+class Coming:
+    """A move to the second host, in a state."""
+
+    def __init__(self, state: destination.State, *, left: bool = False) -> None:
+        self.domain_uuid, self.left, self.told = "vm", left, False
+        self.heard: list[destination.Event] = []
+        self.driver = SimpleNamespace(state=state, post=self.heard.append)
+
+
+@pytest.mark.parametrize("state", ["LOADED", "COMMITTING", "COMMITTED", "FENCED"])
+def test_a_vm_that_has_arrived_is_not_saved_before_it_runs(state: str) -> None:
+    async def body(made: Pair, function: str, domain: str) -> None:
+        moves = made.daemon_b._moving.moves
+        moves.destinations[b"id"] = Coming(destination.State[state])  # type: ignore[assignment]
+        try:
+            with pytest.raises(ConflictError) as caught:
+                await moves.owners("vm")
+            assert caught.value.code == "migration-busy"
+            moves.destinations[b"id"].driver.state = destination.State.LOADING
+            assert await moves.owners("vm")
+        finally:
+            moves.destinations.clear()
+
+    scenario(body)
+
+
+def test_an_arrival_that_was_given_up_has_no_part_in_the_vms_next_life() -> None:
+    async def body(made: Pair, function: str, domain: str) -> None:
+        moves = made.daemon_b._moving.moves
+        for left, heard in ((True, []), (False, [destination.Event.QEMU_RESUMED])):
+            one = Coming(destination.State.CLOSED, left=left)
+            moves.destinations[b"id"] = one  # type: ignore[assignment]
+            moves.resumed("vm")
+            moves.destinations.clear()
+            assert one.heard == heard
+
+    scenario(body)
+
+
+def test_a_ledger_that_answers_nonsense_is_asked_again() -> None:
+    async def body(made: Pair, function: str, domain: str) -> None:
+        peer = Peer(made)
+        await peer.reserve(domain, function)
+        (move,) = made.daemon_a._moving.moves.sources.values()
+        heard: list[source.Event] = []
+        move.driver.post = heard.append  # type: ignore[method-assign]
+
+        class Damaged:
+            async def abort(self, transfer: object) -> None:
+                raise StateError("it holds what cannot be", code="ledger-damaged")
+
+        owners = made.daemon_a._moving.services.owners
+        kept, owners.ledger = owners.ledger, Damaged()  # type: ignore[assignment]
+        try:
+            await move._decide(actions.Decision.ABORT)
+        finally:
+            owners.ledger = kept
+        assert heard == [source.Event.ARBITER_UNREACHABLE]
+        await peer.asking.close()
+
+    scenario(body)
+
+
+def test_what_is_over_twice_is_over() -> None:
+    async def body(made: Pair, function: str, domain: str) -> None:
+        keys = made.daemon_b._moving.keys
+        (host,) = [one for one in keys.keyring.effective.hosts if one.name == "hosta"]
+        ways = Ways(keys, Handler(None, None), lambda *_: None)  # type: ignore[arg-type]
+        ways.to(host, b"one")
+        await ways._retire(str(UUID(host.uuid)), b"other", lambda: pytest.fail("it was not ours"))
+        assert host.uuid in ways._askings
+        await ways.close()
 
     scenario(body)
