@@ -21,6 +21,7 @@ from accelvisor.daemon.daemon import Daemon, Setup
 from accelvisor.daemon.notify import Notifier, adopt_listener, take_listeners
 from accelvisor.daemon.paths import Paths
 from accelvisor.errors import AccelvisorError, CallerError, ConfigError
+from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
 #: The name that accelvisor.socket gives its descriptor (FileDescriptorName=).
@@ -115,6 +116,9 @@ async def run(paths: Paths, environ: MutableMapping[str, str]) -> int:
     stop = asyncio.Event()
     reload = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # asyncio's own pool has six threads on two processors: VMs that move would keep the journal,
+    # the orders and the switch-over of others waiting.
+    loop.set_default_executor(ThreadPoolExecutor(LIMITS.daemon_threads, "accelvisord"))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
