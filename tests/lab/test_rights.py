@@ -257,7 +257,8 @@ def test_an_autostarted_vm_gets_its_function(
     accelctl(host, "attach", function, domain_name)
     host.virsh("autostart", domain_name)
     try:
-        for service in ("libvirtd.service", "accelvisor.service"):
+        # In this order: accelvisord would connect again, which brings libvirtd back by its socket.
+        for service in ("accelvisor.service", "libvirtd.service"):
             host.run(["systemctl", "stop", service])
         host.run(["rm", "-f", "/run/libvirt/qemu/autostarted"])  # as if libvirt never ran
         host.run(["systemctl", "start", "libvirtd.service", "accelvisor.service"], timeout=60)
