@@ -210,6 +210,9 @@ def _trust(group: _Group) -> None:
     group.command("show", "show whom this host trusts, and its own keys")
     invite = group.command("invite", "make a code with which one other host can join")
     invite.add_argument("--address", metavar="HOST:PORT", help="how that one reaches this host")
+    invite.add_argument(
+        "--again", metavar="HOST", help="let this trusted host come with other keys (name or UUID)"
+    )
     join = group.command("join", "trust the host that made a code, and be trusted by it")
     join.add_argument("code", metavar="CODE")
     remove = group.command("remove", "trust a host no longer")

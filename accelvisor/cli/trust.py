@@ -37,7 +37,8 @@ def show(session: Session) -> int:
 
 
 def invite(session: Session) -> int:
-    reply = session.call("InviteHost", address=session.options.address)
+    options = session.options
+    reply = session.call("InviteHost", address=options.address, again=options.again)
     until = render.moment(reply["expires"])
     session.show(reply, lambda: f"{reply['code']}\n(good for one host, until {until})")
     return 0

@@ -320,6 +320,13 @@ class Joiner:
     def hello(self) -> bytes:
         return msgspec.msgpack.encode(self._hello)
 
+    @property
+    def other(self) -> Card:
+        """Who answered, after :meth:`proof`; that it has the code, too, is seen in the end."""
+        if self._card is None:
+            raise _message("there was no challenge")
+        return self._card
+
     def proof(self, challenge: bytes) -> bytes:
         """Raises ProtocolError ``join-message``, PermissionDenied ``join-fingerprint``."""
         theirs = _decode(challenge, Challenge)

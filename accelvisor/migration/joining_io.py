@@ -23,6 +23,8 @@ _LENGTH = struct.Struct(">H")
 #: Learns whom to trust; done before the other side is told, so that neither knows a host that
 #: does not know it.
 Learn = Callable[[Card], Awaitable[None]]
+#: Looks whether it would; raises why not.
+Look = Callable[[Card], None]
 
 
 def answering(
@@ -61,6 +63,7 @@ async def join(
     credentials: Credentials,
     learn: Learn,
     *,
+    look: Look = lambda card: None,
     name: str = "",
     address: str = "",
     entropy: Callable[[int], bytes] = os.urandom,
@@ -69,7 +72,11 @@ async def join(
 ) -> Card:
     """B's side: the host that made ``code``, after :func:`learn` was told of it.
 
+    Args:
+        look: asked before the other host hears that we have the code, and trusts us.
+
     Raises:
+        what ``look`` and ``learn`` raise.
         PermissionDenied: ``join-fingerprint``, ``join-refused``.
         UnavailableError: ``peer-unreachable``.
         ProtocolError: ``join-message``, ``peer-tls``.
@@ -86,7 +93,7 @@ async def join(
             )
             try:
                 about = name, address
-                card = await _talk(code, credentials, reader, writer, entropy, now_s(), about)
+                card = await _talk(code, credentials, reader, writer, entropy, now_s(), about, look)
             finally:
                 writer.close()
                 with contextlib.suppress(OSError, ssl.SSLError):
@@ -108,6 +115,7 @@ async def _talk(
     entropy: Callable[[int], bytes],
     now_s: float,
     about: tuple[str, str],
+    look: Look,
 ) -> Card:
     tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
     joiner = Joiner(
@@ -122,7 +130,9 @@ async def _talk(
     )
     try:
         await _write(writer, joiner.hello())
-        await _write(writer, joiner.proof(await _read(reader)))
+        proof = joiner.proof(await _read(reader))
+        look(joiner.other)
+        await _write(writer, proof)
         return joiner.finish(await _read(reader))
     except UnavailableError as error:
         # It hangs up on whoever it refuses.
@@ -130,8 +140,9 @@ async def _talk(
             "the other host refused to let this one join",
             code="join-refused",
             where="join",
-            hint="make a new code with accelctl trust invite there; if this host was removed there"
-            " or its key revoked, give it new keys first: accelctl trust rotate",
+            hint="accelctl events there says why; if this host was removed there or its key"
+            " revoked, give it new keys first: accelctl trust rotate; if it is trusted there with"
+            " other keys, make the code with accelctl trust invite --again",
         ) from error
 
 

@@ -88,6 +88,40 @@ def test_new_keys_reach_the_other_host(ctl: Ctl) -> None:
     scenario(body)
 
 
+def test_a_trusted_host_comes_with_other_keys_only_when_it_is_named(ctl: Ctl) -> None:
+    async def body(made: Pair) -> None:
+        await ctl(made.b, "trust", "remove", "hosta")
+        await ctl(made.b, "trust", "rotate")  # hosta is not told of these keys
+        await ctl(made.a, "trust", "rotate")  # those before were revoked with its removal
+        _, out, _ = await ctl(made.a, "trust", "invite")
+        code, _, err = await ctl(made.b, "trust", "join", out.splitlines()[0])
+        assert (code, "[join-refused]" in err) == (4, True), err
+        assert (await made.a.call("GetTrust"))["trust"]["hosts"], "nothing changed"
+        _, out, _ = await ctl(made.a, "trust", "invite", "--again", "hostb")
+        code, _, err = await ctl(made.b, "trust", "join", out.splitlines()[0])
+        assert code == 0, err
+        kinds = [event["kind"] for event in (await made.a.call("ListEvents"))["events"]]
+        assert [kind for kind in kinds if kind.startswith("trust-")] == [
+            "trust-added", "trust-rotated", "trust-refused", "trust-replaced"
+        ]  # fmt: skip
+        assert (await ctl(made.a, "trust", "invite", "--again", "nobody"))[0] == 1
+
+    scenario(body)
+
+
+def test_a_code_of_a_host_that_says_it_is_another_one_is_not_used(ctl: Ctl) -> None:
+    async def body(made: Pair) -> None:
+        await ctl(made.a, "trust", "remove", "hostb")
+        await ctl(made.a, "trust", "rotate")
+        _, out, _ = await ctl(made.a, "trust", "invite")
+        code, _, err = await ctl(made.b, "trust", "join", out.splitlines()[0])
+        assert (code, "[trust-host-other-key]" in err) == (1, True), err
+        hosts = (await made.a.call("GetTrust"))["trust"]["hosts"]
+        assert len(hosts) == 1, "the other side did not hear of it"
+
+    scenario(body)
+
+
 def test_a_host_that_could_not_be_told_is_named(ctl: Ctl) -> None:
     async def body(made: Pair) -> None:
         await made.daemon_b.stop()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 from uuid import UUID
 
@@ -254,20 +255,25 @@ class MovingHost:
 
     # --- trust ------------------------------------------------------------------------------------
 
-    def invite(self, address: str | None) -> tuple[str, float]:
+    def invite(self, address: str | None, again: str | None = None) -> tuple[str, float]:
         """A join code for one other host, and until when it is good (seconds since 1970).
 
+        Args:
+            again: a trusted host that is to come with other keys.
+
         Raises:
+            NotFoundError: ``trust-host-unknown``.
             ConflictError: ``peer-listen``: this host lets no others in.
         """
         listener, text = self._listening(), address or self._address()
         where, port = Keys.address_of_text(text)
         keys = self.keys
+        learn = partial(self._learn, again=UUID(keys.find(again).uuid) if again else None)
         invitation = joining.invite(
             where, port, keys.host, keys.identity, entropy=os.urandom, now_s=time.time()
         )
         listener.join = joining_io.answering(
-            invitation, keys.credentials, self._learn, name=self._around.name, address=text
+            invitation, keys.credentials, learn, name=self._around.name, address=text
         )
         return str(invitation.code), float(invitation.code.expires_s)
 
@@ -281,13 +287,24 @@ class MovingHost:
         port = self._around.config.migration.listen.rpartition(":")[2]
         mine = self._around.config.migration.address or (f":{port}" if port else "")
         card = await joining_io.join(
-            code, self.keys.credentials, self._learn, name=self._around.name, address=mine
+            code,
+            self.keys.credentials,
+            self._learn,
+            look=lambda card: self.keys.admit(card.host, card.identity, _name(card)),
+            name=self._around.name,
+            address=mine,
         )
         return self.keys.find(str(card.host))
 
-    async def _learn(self, card: joining.Card) -> None:
-        self.keys.learn(card.host, card.identity, card.name or str(card.host), card.address)
-        await self._around.record("trust-added", str(card.host), f"host {card.name} is trusted")
+    async def _learn(self, card: joining.Card, again: UUID | None = None) -> None:
+        uuid, name = str(card.host), _name(card)
+        try:
+            replaced = self.keys.learn(card.host, card.identity, name, card.address, again)
+        except AccelvisorError as error:
+            await self._around.record("trust-refused", uuid, f"join: {error.message}")
+            raise
+        kind, how = ("trust-replaced", ", with other keys") if replaced else ("trust-added", "")
+        await self._around.record(kind, uuid, f"host {name} is trusted{how}")
 
     async def forget(self, name: str) -> Host:
         """Trust a host no longer. NotFoundError ``trust-host-unknown``."""
@@ -411,6 +428,10 @@ class MovingHost:
             except (DeadlineError, AccelvisorError):
                 pass
         return await self._around.domain_state(domain)
+
+
+def _name(card: joining.Card) -> str:
+    return card.name or str(card.host)
 
 
 def _read(xml: str) -> tuple[str, str, list[str]]:

@@ -27,6 +27,7 @@ from uuid import UUID
 import msgspec
 
 from accelvisor.daemon import atomic
+from accelvisor.daemon.moving import admitting
 from accelvisor.errors import (
     ConflictError,
     DataError,
@@ -148,10 +149,23 @@ class Keys:
         return [host for host in self.keyring.effective.hosts if host.uuid != str(self.host)]
 
     def find(self, name: str) -> Host:
-        """A peer by UUID or name. NotFoundError ``trust-host-unknown``."""
-        for host in self.peers():
-            if name in (host.uuid, host.name):
-                return host
+        """A peer by UUID or name.
+
+        Raises:
+            NotFoundError: ``trust-host-unknown``; ConflictError: ``trust-host-ambiguous``.
+        """
+        peers = self.peers()
+        # A UUID first: nobody may be taken for another host because of its name.
+        found = [h for h in peers if h.uuid == name] or [h for h in peers if h.name == name]
+        if len(found) > 1:
+            raise ConflictError(
+                f'{len(found)} trusted hosts are called "{name}"',
+                code="trust-host-ambiguous",
+                where=_WHERE,
+                hint=f"name it by its UUID: {', '.join(host.uuid for host in found)}",
+            )
+        if found:
+            return found[0]
         known = ", ".join(host.name for host in self.peers()) or "none"
         raise NotFoundError(
             f'no trusted host is called "{name}"',
@@ -180,20 +194,39 @@ class Keys:
 
     # --- changes ----------------------------------------------------------------------------------
 
-    def learn(self, uuid: UUID, keys: PublicIdentity, name: str, address: str) -> None:
-        """Trust a host that has joined; one that is known and comes with other keys gets those."""
+    def admit(
+        self, uuid: UUID, keys: PublicIdentity, name: str, again: UUID | None = None
+    ) -> None:
+        """Raises as :func:`accelvisor.daemon.moving.admitting.admit`."""
+        admitting.admit(self.keyring.effective, uuid, keys, name, again)
+
+    def learn(
+        self,
+        uuid: UUID,
+        keys: PublicIdentity,
+        name: str,
+        address: str,
+        again: UUID | None = None,
+    ) -> bool:
+        """Trust a host that has joined. Returns whether it was trusted, with other keys.
+
+        Raises:
+            as :meth:`admit`; PermissionDenied: ``trust-roots``.
+        """
+        self.admit(uuid, keys, name, again)
         now = self._clock_ns()
-        known = self.document.host(str(uuid))
+        known = self.keyring.effective.host(str(uuid))
         if known is None:
             after = changes.add_host(
                 self.document, str(uuid), name, address or "-", keys, created_ns=now
             )
         else:
             after = self.document
-            if known.current is None or known.current.public != keys.signing:
+            if not admitting.shows(known, keys):
                 after = changes.set_key(after, str(uuid), keys, created_ns=now, retire_ns=now)
             after = _described(after, str(uuid), name, address or "-", now)
         self._adopt(after)
+        return known is not None and not admitting.shows(known, keys)
 
     def remove(self, name: str) -> Host:
         """Trust a host no longer; all its keys are revoked. Returns it."""

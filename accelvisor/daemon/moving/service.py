@@ -90,8 +90,10 @@ class MovingMethods(CheckpointMethods, WatermarkMethods):
     async def get_trust(self) -> dict[str, Any]:
         return {"trust": _trust(self._moving.keys)}
 
-    async def invite_host(self, address: str | None = None) -> dict[str, Any]:
-        code, expires = self._moving.invite(address)
+    async def invite_host(
+        self, address: str | None = None, again: str | None = None
+    ) -> dict[str, Any]:
+        code, expires = self._moving.invite(address, again)
         return {"code": code, "expires": expires}
 
     async def join_host(self, code: str) -> dict[str, Any]:

@@ -90,11 +90,11 @@ def test_a_host_that_joined_is_trusted_from_then_on(tmp_path: Path) -> None:
         assert [pin.host for pin in each.credentials.pins] == [PEER]
 
 
-def test_joining_again_with_other_keys_replaces_them(tmp_path: Path) -> None:
+def test_joining_again_with_other_keys_replaces_them_when_it_is_expected(tmp_path: Path) -> None:
     mine = keys(tmp_path)
     old, new = stranger(), stranger()
-    mine.learn(PEER, old.public_identity, "b", "b:1")
-    mine.learn(PEER, new.public_identity, "b", "b:2")
+    assert not mine.learn(PEER, old.public_identity, "b", "b:1")
+    assert mine.learn(PEER, new.public_identity, "b", "b:2", again=PEER)
     found = mine.find(str(PEER))
     assert found.current is not None
     assert found.current.public == new.public
@@ -349,3 +349,55 @@ def test_a_rotation_that_is_refused_writes_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         mine.rotate()
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "trust").iterdir()}
+
+
+def test_who_has_a_join_code_does_not_become_a_host_that_is_trusted(tmp_path: Path) -> None:
+    mine, before = keys(tmp_path), stranger()
+    mine.learn(PEER, before.public_identity, "b", "b:1")
+    for again in (None, uuid4()):
+        with pytest.raises(ConflictError) as caught:
+            mine.learn(PEER, stranger().public_identity, "b", "b:1", again)
+        assert caught.value.code == "trust-host-other-key"
+    assert mine.credentials.pins.host_of(before.public) == PEER
+
+
+def test_a_host_whose_rotation_is_known_joins_again_with_its_new_key(tmp_path: Path) -> None:
+    a, b = two_hosts(tmp_path)
+    b.rotated(a.rotate())
+    assert not b.learn(HOST, a.identity.public_identity, "a", "a:2")
+    assert b.find("a").address == "a:2"
+
+
+def test_a_host_that_was_removed_joins_with_new_keys_by_a_plain_code(tmp_path: Path) -> None:
+    mine, old, new = keys(tmp_path), stranger(), stranger()
+    mine.learn(PEER, old.public_identity, "b", "b:1")
+    mine.remove("b")
+    with pytest.raises(ConflictError) as caught:
+        mine.learn(PEER, old.public_identity, "b", "b:1")
+    assert caught.value.code == "trust-key-revoked"
+    mine.learn(PEER, new.public_identity, "b", "b:1")
+    assert mine.credentials.pins.host_of(new.public) == PEER
+
+
+@pytest.mark.parametrize("name", ["b", "a", str(PEER), PEER.hex, str(PEER).upper()])
+def test_a_name_that_leads_to_another_host_is_refused(tmp_path: Path, name: str) -> None:
+    mine = keys(tmp_path)
+    mine.learn(PEER, stranger().public_identity, "b", "b:1")
+    with pytest.raises(ConflictError) as caught:
+        mine.learn(uuid4(), stranger().public_identity, name, "c:1")
+    assert caught.value.code == "trust-name-taken"
+
+
+def test_a_name_in_a_fleets_document_does_not_lead_to_the_wrong_host(tmp_path: Path) -> None:
+    mine, root = keys(tmp_path), SigningKey.generate(os.urandom)
+    document = changes.create([root.public], 1, created_ns=1)
+    third = UUID("33333333-3333-4333-8333-333333333333")
+    for uuid, name in ((PEER, "b"), (third, "b"), (uuid4(), str(PEER))):
+        document = changes.add_host(
+            document, str(uuid), name, "b:1", stranger().public_identity, created_ns=2
+        )
+    mine.join_fleet(trust.sign(document, [root]), frozenset((root.key_id,)))
+    assert mine.find(str(PEER)).uuid == str(PEER)
+    with pytest.raises(ConflictError) as caught:
+        mine.find("b")
+    assert caught.value.code == "trust-host-ambiguous"
