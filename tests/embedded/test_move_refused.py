@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from accelvisor.daemon.moving import driver, sealing
+from accelvisor.daemon.moving import driver, orders, sealing
 from accelvisor.daemon.moving.copying import Copying, Part
 from accelvisor.daemon.moving.staged import Staged
 from accelvisor.embedded.vm import EmbeddedVm
@@ -127,6 +127,25 @@ def test_memory_changed_between_verification_and_load_is_read_back(
 
     monkeypatch.setattr(Staged, "descriptors", changed)
     assert pair.refused().code.startswith("status-")
+    pair.end()
+
+
+def test_move_whose_writes_somebody_ceased_to_follow_is_refused(pair: Pair) -> None:
+    """The digests are of what was sent: the destination cannot tell what it lacks."""
+    control = pair.here.daemon._moving.services.functions.world.paths.function(
+        pair.function
+    ).control_socket
+
+    def cease() -> None:
+        def followed() -> bool:
+            return bool(pair.here.do(orders.order(control, "describe"))["tracking"])
+
+        wait_for(followed, "the first round")
+        pair.here.do(orders.order(control, "track", {"on": False}))
+
+    pair.refused(before_stop=cease)
+    [move] = pair.here.moves.sources.values()
+    assert move.driver.error.code == "migration-untracked"
     pair.end()
 
 

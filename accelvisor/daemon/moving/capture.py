@@ -167,6 +167,8 @@ class Taker:
         base: to continue, where that is possible.
         epoch: at which this host owns the function.
         ours: what it writes was followed for checkpoints alone.
+
+    Nobody else may begin to follow the function before :meth:`drop`, which may end that.
     """
 
     def __init__(
@@ -188,13 +190,12 @@ class Taker:
         self._section = b""
         self._extents: bytes | None = None
         self._parts: dict[Kind, Copy] = {}
+        #: Whether it is for us to say that what it writes need not be followed any more.
         self._ours = ours
-        self._was_tracking = False
 
     def begin(self) -> documents.Described:
         """Look at it, borrow its memory, follow what it writes."""
         self._said = said = self.link.describe()
-        self._was_tracking = said.tracking
         lent, files, nbytes = self.link.lend(self.function)
         wanted, self._wanted = self._wanted, None
         if wanted is not None and wanted.epoch == self._epoch and wanted.holds(said, files):
@@ -205,6 +206,7 @@ class Taker:
                 wanted.lent.close()
             self._base = Base(lent, said.resets, self._epoch, files)
             _require_memory(nbytes)
+            self._ours = self._ours or not said.tracking
             self.link.control("track", on=True)
         sizes = {Kind.WINDOW: said.window_bytes, Kind.MEMORY: said.memory_bytes}
         self._parts = {kind: Copy(nbytes) for kind, nbytes in sizes.items()}
@@ -269,13 +271,15 @@ class Taker:
 
     def drop(self) -> None:
         """Give everything back; what was copied can be continued by nobody. What the function
-        writes is followed on only where somebody else had asked for it.
+        writes is followed on where somebody else had asked for it, or may have: before
+        :meth:`begin` got as far as to ask, nobody here did.
         """
         for base in (self._base, self._wanted):
             if base is not None:
                 base.lent.close()
         self._base = self._wanted = None
-        if self._ours or not self._was_tracking:
+        if self._ours:
+            self._ours = False
             try:
                 self.link.control("track", on=False)
             except AccelvisorError as error:

@@ -11,6 +11,7 @@ asked for it goes away. What a kill leaves is looked after by :meth:`Checkpoints
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from accelvisor.daemon.moving.restoring import Restoring
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.moving.shelf import AUTOMATIC, Head, Shelf, checked_label
 from accelvisor.daemon.store import Function
-from accelvisor.errors import ConflictError
+from accelvisor.errors import AccelvisorError, ConflictError
 from accelvisor.frames.chunks import Kind
 from accelvisor.frames.container import Readable
 from accelvisor.frames.manifest import Captured
@@ -33,6 +34,7 @@ from accelvisor.frames.report import Report, offline_keyring, report
 from accelvisor.frames.store import Entry, surplus
 from accelvisor.limits import LIMITS
 
+LOG = logging.getLogger(__name__)
 Trigger = Literal["operator", "timer", "drain", "health"]
 
 
@@ -170,43 +172,73 @@ class Checkpoints:
                     code="checkpoint-exists",
                     where="checkpoints",
                 )
-            taker = await self._taker(function, mark, want)
             await asyncio.to_thread(self._numbers.begin, uuid, "create", mark)
             services.fault("checkpoint:begun")
             try:
-                taken = await self._take(function, taker, want)
+                taken = await self._take(function, mark, want)
                 content = await self.library.content(function, taken, mark, want.frames)
                 entry = await asyncio.to_thread(
                     self.library.keep, name, content, want.whom, want.zstd
                 )
             except BaseException:
-                await asyncio.to_thread(taker.drop)
+                await self._unfollow(function)
                 raise
             finally:
                 await asyncio.to_thread(self._numbers.end, uuid)
-            if want.follow and taken.base is not None:
+            if taken.base is not None:
                 taken.base.digest, taken.base.length = entry.digest, taken.length
-                self._bases[uuid] = taken.base
-            else:
-                await asyncio.to_thread(taker.drop)
             await self._retain(uuid, want.keep)
         words = f"checkpoint {name} ({want.trigger}), stood still {taken.frozen_s * 1e3:.0f} ms"
         await services.record("checkpoint-created", uuid, words)
         return entry
 
-    async def _take(self, function: Function, taker: Taker, want: _Want) -> Taken:
+    async def _take(self, function: Function, mark: Mark, want: _Want) -> Taken:
         functions = self._services.functions
         async with functions.lock(function.uuid):
             functions.require_free(function)
-            # No move may begin meanwhile: it would take the marks that we look for.
+            # No move may begin meanwhile: it would take the marks that we look for, and lose its
+            # own when we let go of ours. Writing the file, which takes long, holds none up.
             functions.held.add(function.uuid)
             try:
-                if want.frames == "function":
-                    said = await asyncio.to_thread(taker.link.describe)
-                    return Taken(documents.function_frame(said))
-                return await asyncio.to_thread(capture.take_running, taker, self._services.fault)
+                taker = await self._taker(function, mark, want)
+                return await asyncio.to_thread(self._capture, taker, want)
             finally:
                 functions.held.discard(function.uuid)
+
+    def _capture(self, taker: Taker, want: _Want) -> Taken:
+        """What is followed when this returns is known as a base, so that it ends with that."""
+        try:
+            if want.frames == "function":
+                taken = Taken(documents.function_frame(taker.link.describe()))
+            else:
+                taken = capture.take_running(taker, self._services.fault)
+        except BaseException:
+            taker.drop()
+            raise
+        if want.follow and taken.base is not None:
+            self._bases[taker.function.uuid] = taken.base
+        else:
+            taker.drop()
+        return taken
+
+    async def _unfollow(self, function: Function) -> None:
+        """No checkpoint came of what was followed. A move that has begun since needs it, and ends
+        it itself.
+        """
+        functions, uuid = self._services.functions, function.uuid
+        async with functions.lock(uuid):
+            ours = uuid in self._bases and uuid not in functions.held
+            self.forget_base(uuid)
+            if not ours:
+                return
+            functions.held.add(uuid)
+            try:
+                link = capture.Link(functions.world.paths.function(uuid))
+                await asyncio.to_thread(link.control, "track", on=False)
+            except AccelvisorError as error:
+                LOG.info("function %s: %s", uuid, error.message)
+            finally:
+                functions.held.discard(uuid)
 
     async def _taker(self, function: Function, mark: Mark, want: _Want) -> Taker:
         """Whatever is taken takes the marks: an old base is continued now or never."""

@@ -263,6 +263,14 @@ class Copying:
     async def _last_of(self, part: Part) -> None:
         control = self._services.functions.world.paths.function(part.uuid).control_socket
         said = documents.described(await orders.order(control, "describe"))
+        if not said.tracking:
+            # The digests are sums of what was sent: they would not tell what is missing.
+            raise ConflictError(
+                f"what function {part.function.name} wrote while it was copied is not known",
+                code="migration-untracked",
+                where="migration",
+                hint="migrate the VM again",
+            )
         extents = await orders.order(control, "extents", expected=1)
         try:
             size = os.fstat(extents.fds[0]).st_size
