@@ -212,6 +212,11 @@ class Limits:
     trust_hosts: int = 1024
     # Of one host at a time: the current one, and those that retire.
     host_keys: int = 8
+    # Of one host, its keys that once counted: a ledger's record that was signed so many rotations
+    # ago can still be read.
+    history_keys: int = 64
+    # Hosts whose old keys are known: those that are trusted, and three times as many that were.
+    history_hosts: int = 4096
     # Never forgotten: four for each host.
     revoked_keys: int = 4096
     # Versions that a trust document may be ahead: a host that was away for years still catches up,

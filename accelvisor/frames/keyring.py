@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from accelvisor.frames.history import History, PastKey
 from accelvisor.frames.identity import key_id
 from accelvisor.frames.rotation import overlay, overlay_all
 from accelvisor.frames.steps import refuse
@@ -42,9 +43,12 @@ class Keyring:
     Args:
         document: the trusted one.
         rotations: envelopes of rotations that came since; what is void is left out.
+        history: keys that counted before; those of now are added.
     """
 
-    def __init__(self, document: Trust, rotations: Iterable[bytes] = ()) -> None:
+    def __init__(
+        self, document: Trust, rotations: Iterable[bytes] = (), history: History | None = None
+    ) -> None:
         self.document = document
         #: With the rotations; for looking things up, not for signing.
         self.effective, self.rotations = overlay_all(document, rotations)
@@ -54,6 +58,7 @@ class Keyring:
             for entry in host.keys
         }
         self._revoked = frozenset(document.revoked)
+        self.history = (history or History()).with_keys(document).with_keys(self.effective)
 
     @property
     def manifest_threshold(self) -> int:
@@ -62,11 +67,19 @@ class Keyring:
     def with_rotation(self, envelope: bytes) -> Keyring:
         """Raises DataError ``rotation-...``, see :func:`accelvisor.frames.rotation.overlay`."""
         overlay(self.effective, envelope)
-        return Keyring(self.document, (*self.rotations, envelope))
+        return Keyring(self.document, (*self.rotations, envelope), self.history)
 
     def find(self, name: str) -> Key | None:
         """The key with this id, whatever its time; None for an unknown or revoked one."""
         return None if name in self._revoked else self._keys.get(name)
+
+    def once(self, name: str) -> PastKey | None:
+        """The key with this id if it ever counted here: replaced, revoked, of a host that was
+        removed. For a record which a ledger holds already, as that of a function's owner: it says
+        who signed it then. Whoever stole an old key can sign with it, so nothing that comes from a
+        peer may be judged by this, no link, no frame and no new record: that is :meth:`find`.
+        """
+        return self.history.find(name)
 
     def usable(self, name: str, now_ns: int) -> Key:
         """The key with this id, if it counts at that time. Step 2 of the verification.

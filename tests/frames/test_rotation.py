@@ -7,6 +7,7 @@ import pytest
 
 from accelvisor.errors import DataError, FrameRefused
 from accelvisor.frames import changes, envelope
+from accelvisor.frames.history import History
 from accelvisor.frames.identity import Identity
 from accelvisor.frames.keyring import Keyring
 from accelvisor.frames.rotation import ROTATION_TYPE, overlay, rotate
@@ -102,6 +103,43 @@ def test_older_key_is_not_current_again_when_the_newer_one_is_revoked() -> None:
     assert usable(ring, NEWER) == "frame-key-unknown"
     assert ring.current(HOST_A) is None
     assert Keyring(after, ring.rotations).effective == ring.effective
+
+
+def test_what_a_key_signed_before_it_was_replaced_can_be_read() -> None:
+    ring, key = Keyring(start()), KEY_A
+    for _ in range(LIMITS.host_keys + 1):
+        new = identity()
+        ring = ring.with_rotation(rotated(key, new, ring.effective))
+        key = new
+    assert ring.find(KEY_A.key_id) is None
+    assert usable(ring, KEY_A) == "frame-key-unknown"
+    past = ring.once(KEY_A.key_id)
+    assert past is not None
+    assert (past.holder, past.public) == (HOST_A, KEY_A.public)
+    assert ring.once(THIEF.key_id) is None
+
+
+def test_what_a_key_signed_before_it_was_revoked_can_be_read() -> None:
+    after = changes.revoke_key(start(), KEY_A.key_id, created_ns=NOW)
+    after = changes.remove_host(after, HOST_B, created_ns=NOW)
+    ring = Keyring(after, (), Keyring(start()).history)
+    for key, of in ((KEY_A, HOST_A), (KEY_B, HOST_B)):
+        past = ring.once(key.key_id)
+        assert past is not None
+        assert past.host == of
+        assert ring.find(key.key_id) is None
+
+
+def test_one_host_does_not_push_out_the_keys_of_another() -> None:
+    history, many = Keyring(start()).history, host()
+    for _ in range(LIMITS.history_keys + 1):
+        key = msgspec.structs.replace(many.keys[0], public=identity().public)
+        many = msgspec.structs.replace(many, keys=(key,))
+        history = history.with_keys(changes.put_host(start(), many, created_ns=NOW))
+    assert history.find(KEY_A.key_id) is None
+    assert history.find(KEY_B.key_id) is not None
+    assert sum(past.host == HOST_A for past in history) == LIMITS.history_keys
+    assert [*History.decode(history.encode())] == [*history]
 
 
 def test_second_rotation_of_the_same_key_shows_the_theft() -> None:

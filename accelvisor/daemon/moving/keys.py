@@ -6,6 +6,7 @@ host.new.pem those that are to follow, while a rotation is under way
 root.pem     the key that signs this host's own trust document, while no fleet's roots do
 trust        the trust document that is in force
 rotations    key changes since then, of peers and our own
+history      public keys that counted once, for reading the ledger's old records
 ============ ===================================================================================
 
 Each file is replaced whole (write, sync, rename), and the order of writing is such that a kill
@@ -38,6 +39,7 @@ from accelvisor.errors import (
 )
 from accelvisor.frames import changes, trust
 from accelvisor.frames import envelope as envelopes
+from accelvisor.frames.history import History
 from accelvisor.frames.identity import Identity, PublicIdentity, SigningKey, certificate
 from accelvisor.frames.keyring import Keyring
 from accelvisor.frames.rotation import rotate
@@ -119,7 +121,9 @@ class Keys:
             self._trusted = self._begin(name, address)
         else:
             self._trusted = _opened(envelope)
-        self.keyring = Keyring(self.document, self._read_rotations())
+        raw = self._read("history")
+        self._history = History.decode(raw) if raw else History()
+        self.keyring = Keyring(self.document, self._read_rotations(), self._history)
         self._settle()
         self.credentials = Credentials(self.host, self.identity, self._certificate(), Pins())
         self._take_effect()
@@ -343,7 +347,7 @@ class Keys:
     def _install(self, trusted: Trusted) -> None:
         self._write("trust", trusted.envelope)
         self._trusted = trusted
-        self.keyring = Keyring(self.document, self.keyring.rotations)
+        self.keyring = Keyring(self.document, self.keyring.rotations, self.keyring.history)
         self._take_effect()
 
     def _take_rotation(self, keyring: Keyring) -> None:
@@ -378,6 +382,20 @@ class Keys:
         ]
         self.credentials.trust(Pins(pins, clock_ns=self._clock_ns))
         self._expect_end()
+        self._remember()
+
+    def _remember(self) -> None:
+        """Each key is kept when it comes, so that it is there when it goes."""
+        history = self.keyring.history
+        if history is self._history:
+            return
+        try:
+            self._write("history", history.encode())
+        except SystemFailure as error:
+            # A key that is revoked must not stay because of this; the next change tries again.
+            LOG.warning("old keys may be forgotten at the next start: %s", error.message)
+        else:
+            self._history = history
 
     def _expect_end(self) -> None:
         """Judge open connections again when the time of a key is over."""

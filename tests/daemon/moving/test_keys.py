@@ -149,7 +149,7 @@ def test_what_is_shown_of_this_host_follows_the_configuration(tmp_path: Path) ->
     assert (mine.name, mine.address) == ("other", "10.0.0.9:1")
 
 
-@pytest.mark.parametrize("name", ["host.pem", "root.pem", "trust"])
+@pytest.mark.parametrize("name", ["host.pem", "root.pem", "trust", "history"])
 def test_a_damaged_file_stops_the_start_and_is_left_alone(tmp_path: Path, name: str) -> None:
     keys(tmp_path)
     path = tmp_path / "trust" / name
@@ -401,3 +401,16 @@ def test_a_name_in_a_fleets_document_does_not_lead_to_the_wrong_host(tmp_path: P
     with pytest.raises(ConflictError) as caught:
         mine.find("b")
     assert caught.value.code == "trust-host-ambiguous"
+
+
+def test_old_keys_are_known_after_a_restart_and_let_nobody_in(tmp_path: Path) -> None:
+    mine, old, new = keys(tmp_path), stranger(), stranger()
+    mine.learn(PEER, old.public_identity, "b", "b:1")
+    mine.remove("b")
+    mine.learn(PEER, new.public_identity, "b", "b:1")
+    again = keys(tmp_path)
+    past = again.keyring.once(old.key_id)
+    assert past is not None
+    assert past.host == str(PEER)
+    with pytest.raises(PermissionDenied):
+        again.credentials.pins.host_of(old.public)
