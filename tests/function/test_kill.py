@@ -52,7 +52,8 @@ def test_twenty_kills_under_load_cost_a_pause_and_no_bit(fresh: Process, tenant:
     kills: list[int] = []
 
     def reap() -> None:
-        while not stop.is_set() and len(kills) < 25:
+        # On a busy machine the next worker may not be there yet.
+        while not stop.is_set() and len(set(kills)) < 25 and len(kills) < 200:
             kills.append(fresh.kill_worker())
             stop.wait(0.03)
 
