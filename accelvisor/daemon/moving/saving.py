@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 
 import msgspec
 
@@ -125,6 +125,8 @@ class DomainSaves:
             for function in functions:
                 await stack.enter_async_context(self._checkpoints.locks[function.uuid])
                 self._services.functions.require_free(function)
+                # To the end, also after QEMU gave up: a move that began meanwhile would be undone.
+                stack.enter_context(self._hold(function))
             marks = [await self._library.next_mark(function.uuid) for function in functions]
             try:
                 for function, mark in zip(functions, marks, strict=True):
@@ -344,13 +346,16 @@ class DomainSaves:
                 await self.resumed(domain)
 
     async def _resume(self, function: Function) -> None:
-        if function.uuid in self._services.functions.held:
-            return
+        functions = self._services.functions
         for pause_s in _PAUSES_S:
             try:
                 # A save that QEMU waited for no longer is ended first.
                 async with self._checkpoints.locks[function.uuid]:
-                    await asyncio.to_thread(self._go_on, function)
+                    # Asked only now: that may have taken long enough for a move to begin, or end.
+                    if function.uuid in functions.held or not functions.registry.get(function.uuid):
+                        return
+                    with self._hold(function):
+                        await asyncio.to_thread(self._go_on, function)
                 return
             except (UnavailableError, DeadlineError) as error:
                 LOG.warning("function %s: %s", function.uuid, error.message)
@@ -375,6 +380,16 @@ class DomainSaves:
             link.control("fence", on=False)
         if said.tracking and function.uuid not in self._checkpoints.followed:
             link.control("track", on=False)
+
+    @contextmanager
+    def _hold(self, function: Function) -> Iterator[None]:
+        """No move begins. Nobody else may hold it."""
+        held = self._services.functions.held
+        held.add(function.uuid)
+        try:
+            yield
+        finally:
+            held.discard(function.uuid)
 
     def _drop(self, uuid: str) -> None:
         state = self._ready.pop(uuid, None)

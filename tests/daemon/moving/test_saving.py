@@ -17,6 +17,7 @@ import pytest
 from accelvisor.abi import commands as abi
 from accelvisor.abi.registers import Interrupt, Reg
 from accelvisor.daemon.moving.saving import DomainSaves, FileToken, read_token
+from accelvisor.daemon.store import Function
 from accelvisor.errors import (
     AccelvisorError,
     ConflictError,
@@ -280,6 +281,44 @@ def test_a_function_that_moves_is_left_alone(single: Pair) -> None:
     assert describe(single.processes[0]).fenced
 
 
+def test_a_move_that_begins_before_its_vms_resume_is_dealt_with_is_left_alone(single: Pair) -> None:
+    """As while a checkpoint is written."""
+    here, control = single.here, single.processes[0].spec.control_socket
+    (uuid,) = single.uuids()
+
+    async def body() -> None:
+        lock = here.points.locks[uuid]
+        async with lock, asyncio.timeout(10):
+            resumed = asyncio.ensure_future(single.saves.resumed(DOMAIN))
+            while not lock._waiters:
+                await asyncio.sleep(0)
+            here.functions.held.add(uuid)
+            call(control, "fence", {"on": True})
+            call(control, "track", {"on": True})
+        await resumed
+
+    single.run(body())
+    said = describe(single.processes[0])
+    assert (said.fenced, said.tracking) == (True, True)
+    assert uuid in here.functions.held
+
+
+def test_no_move_begins_while_a_function_goes_on(
+    single: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[set[str]] = []
+    go_on = single.saves._go_on
+
+    def watched(function: Function) -> None:
+        held.append(set(single.here.functions.held))
+        go_on(function)
+
+    monkeypatch.setattr(single.saves, "_go_on", watched)
+    single.run(single.saves.resumed(DOMAIN))
+    assert held == [set(single.uuids())]
+    assert not single.here.functions.held
+
+
 def test_after_a_load_the_context_is_that_of_the_loaded_functions_alone(two: Pair) -> None:
     with ExitStack() as stack:
         for process in two.processes:
@@ -311,8 +350,11 @@ def test_a_qemu_that_did_not_take_over_the_interrupt_is_refused(single: Pair) ->
         guest.close()
 
 
-def test_a_save_that_nobody_waits_for_any_more_leaves_nothing(single: Pair) -> None:
+def test_a_save_that_nobody_waits_for_any_more_leaves_nothing_and_no_move_begins_before_its_end(
+    single: Pair,
+) -> None:
     saves = single.saves
+    held: list[set[str]] = []
 
     async def body() -> None:
         await saves.watch(DOMAIN)
@@ -321,6 +363,7 @@ def test_a_save_that_nobody_waits_for_any_more_leaves_nothing(single: Pair) -> N
         frozen = asyncio.Event()
 
         def step(name: str) -> None:
+            held.append(set(single.here.functions.held))
             loop.call_soon_threadsafe(frozen.set)
 
         single.here.on_step = step
@@ -334,6 +377,9 @@ def test_a_save_that_nobody_waits_for_any_more_leaves_nothing(single: Pair) -> N
     single.run(body())
     assert single.here.files() == []
     assert computes(single.processes[0])
+    assert len(held) > 1
+    assert all(them == set(single.uuids()) for them in held)
+    assert not single.here.functions.held
 
 
 def test_a_token_that_qemu_did_not_take_is_deleted(two: Pair) -> None:
