@@ -65,6 +65,9 @@ class Limits:
     # One file of a VM's memory (a NUMA cell's, or all of it): what the device writes into it is
     # remembered page by page while the VM moves.
     guest_file_bytes: int = 256 * GIB
+    # What a VM's devices bring beside its RAM (video memory, memory shared with others), and the
+    # list of the pages that a function wrote.
+    guest_device_bytes: int = GIB
     # Worker restarts within a minute before the holder gives up and answers all-ones.
     worker_restarts_per_minute: int = 30
     # Workers that may crash over one message or command, without bringing it further, before it is

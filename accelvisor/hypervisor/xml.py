@@ -34,7 +34,7 @@ from accelvisor.hypervisor.entries import metadata_element as metadata_element
 from accelvisor.hypervisor.entries import ownership as ownership
 from accelvisor.hypervisor.entries import parse_metadata_element as parse_metadata_element
 from accelvisor.hypervisor.xmltree import Document, append, child, descend, parse
-from accelvisor.limits import LIMITS
+from accelvisor.limits import GIB, KIB, LIMITS, MIB
 
 DRIVER = "vfio-user-pci"
 PORT_DRIVER = "pcie-root-port"
@@ -47,6 +47,8 @@ _OF_FUNCTION = re.compile(r"/function/+([0-9A-Fa-f-]{36})/")
 _DEVICE_ID = re.compile(r"accel-([0-9A-Fa-f-]{36})")
 #: sizeof(sockaddr_un.sun_path) less its NUL.
 SOCKET_PATH_BYTES = 107
+#: libvirt itself writes KiB; people may write more ways than these.
+_UNITS = {"bytes": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 #: Options of QEMU among which companions are.
 _OPTIONS = ("chardev", "object")
 
@@ -170,6 +172,14 @@ def memory_problem(xml: str | Document) -> str | None:
     if kind not in ("memfd", "file") and not huge:
         return "its memory has no file descriptor (memoryBacking has no <source type='memfd'/>)"
     return None
+
+
+def memory_bytes(xml: str | Document) -> int | None:
+    """How much RAM the guest can have, what is plugged in included; None when it is not said."""
+    found = child(_document(xml).root, "memory")
+    text = (found.text or "").strip() if found is not None else ""
+    unit = _UNITS.get(found.get("unit", "KiB")) if found is not None else None
+    return int(text) * unit if unit is not None and text.isdecimal() else None
 
 
 def _document(xml: str | Document) -> Document:

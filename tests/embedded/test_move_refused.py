@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from accelvisor.daemon.moving import driver, orders, sealing
+from accelvisor.daemon.moving import destination, driver, orders, sealing
 from accelvisor.daemon.moving.copying import Copying, Part
 from accelvisor.daemon.moving.staged import Staged
 from accelvisor.embedded.vm import EmbeddedVm
@@ -187,6 +187,21 @@ def test_source_that_signs_something_else_is_refused(
     monkeypatch.undo()
     assert pair.vm.migrate(pair.there).downtime_s  # and the next one is none the worse
     pair.guest.wait_rounds()
+
+
+def test_offer_of_a_tebibyte_gets_no_staging(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+    monkeypatch.setattr(destination, "Staged", made.append)
+
+    def greedy(**fields: Any) -> Offer:
+        return Offer(**{**fields, "sections": {**fields["sections"], "memory": 1 << 40}})
+
+    monkeypatch.setattr(sealing, "Offer", greedy)
+    assert pair.refused().code == "migration-sections"
+    assert not made
+    pair.end()
 
 
 def test_silence_is_waited_for_until_the_deadline_only(

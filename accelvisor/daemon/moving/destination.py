@@ -17,7 +17,7 @@ import msgspec
 
 from accelvisor.daemon import admission
 from accelvisor.daemon.inventory import Profile
-from accelvisor.daemon.moving import awakening, documents, orders
+from accelvisor.daemon.moving import awakening, documents, offers, orders
 from accelvisor.daemon.moving.driver import Driver
 from accelvisor.daemon.moving.evidence import FunctionNonces
 from accelvisor.daemon.moving.receiving import InPlace, Part, Receiving, Source
@@ -33,7 +33,7 @@ from accelvisor.errors import (
 )
 from accelvisor.frames import receive
 from accelvisor.frames.chunks import Kind
-from accelvisor.frames.manifest import Offer, owner_digest
+from accelvisor.frames.manifest import owner_digest
 from accelvisor.frames.verify import MIGRATION, Expected, Verifier
 from accelvisor.migration import actions, destination
 from accelvisor.migration import messages as wire
@@ -249,7 +249,7 @@ class DestinationMove:
         )
         opened = verifier.open_offer(envelope)
         said = opened.statement
-        _require_same(offered, said)
+        offers.require(offered, said, services.guest_ram.get(self.domain_uuid))
         function = await services.functions.bring(
             offered.function,
             Profile(
@@ -442,22 +442,6 @@ class DestinationMove:
     def _why(self) -> AccelvisorError:
         return self.driver.error or ConflictError(
             "the move was given up", code="migration-aborted", where="migration"
-        )
-
-
-def _require_same(offered: wire.Offered, said: Offer) -> None:
-    """The control message makes room, the signed offer binds: they must agree."""
-    signed = said.profile
-    if (
-        offered.epoch != said.epoch
-        or offered.memory_bytes != signed.memory_bytes
-        or offered.window_bytes != signed.window_bytes
-        or offered.queues != signed.queues
-        or offered.ring_entries != signed.ring_entries
-        or offered.cores != signed.cores
-    ):
-        raise DataError(
-            "the offer is not the one that was signed", code="migration-offer", where="migration"
         )
 
 

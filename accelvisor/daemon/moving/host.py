@@ -46,6 +46,7 @@ from accelvisor.errors import (
 )
 from accelvisor.frames.trust import Host
 from accelvisor.hypervisor import context, entries, rewrite
+from accelvisor.hypervisor.xml import memory_bytes
 from accelvisor.hypervisor.xmltree import child, parse
 from accelvisor.migration import joining, joining_io
 from accelvisor.migration import messages as wire
@@ -369,6 +370,8 @@ class MovingHost:
         whose = entries.ownership(xml)
         wanted = tuple(wire.Wanted(function, "") for function in functions)
         self._expected.add(domain_uuid)
+        if (ram_bytes := memory_bytes(xml)) is not None:
+            self.services.guest_ram[domain_uuid] = ram_bytes
         try:
             await self.doors.open(domain_uuid)
             move = await self.moves.begin(
@@ -377,6 +380,7 @@ class MovingHost:
             self.moves.spawn(self.arriving.expect(move))
         finally:
             self._expected.discard(domain_uuid)
+            self.services.guest_ram.pop(domain_uuid, None)
         return rewrite.rewrite(xml, host=str(self.keys.host), run=self._around.paths.run)
 
     async def prepare_restore(self, xml: str) -> str:
