@@ -227,8 +227,9 @@ class Limits:
     trust_jump: int = 1000
     # A rotated key may count this much longer: a host that was away for a month still knows it.
     rotation_overlap_s: float = 30 * 86_400.0
-    # Rotations that a host remembers until the roots have signed them.
-    rotations: int = 1024
+    # Of one host, rotations that are remembered until the roots have signed them: one a month for
+    # five years. Each costs two signatures to verify.
+    rotations: int = 64
     # How far the clocks of two hosts may be apart: NTP keeps them within milliseconds.
     clock_skew_s: float = 2.0
     # A migration's manifest is signed when its last chunk leaves, and verified at once.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from accelvisor.frames.history import History, PastKey
 from accelvisor.frames.identity import key_id
-from accelvisor.frames.rotation import overlay, overlay_all
+from accelvisor.frames.rotation import overlay, overlay_all, require_room
 from accelvisor.frames.steps import refuse
 from accelvisor.frames.trust import HostKey, Trust
 
@@ -49,16 +49,22 @@ class Keyring:
     def __init__(
         self, document: Trust, rotations: Iterable[bytes] = (), history: History | None = None
     ) -> None:
+        effective, kept = overlay_all(document, rotations)
+        self._set(document, effective, kept, history or History())
+
+    def _set(
+        self, document: Trust, effective: Trust, rotations: tuple[bytes, ...], history: History
+    ) -> None:
         self.document = document
         #: With the rotations; for looking things up, not for signing.
-        self.effective, self.rotations = overlay_all(document, rotations)
+        self.effective, self.rotations = effective, rotations
         self._keys = {
             entry.key_id: Key(host.uuid, host.name, entry)
             for host in self.effective.hosts
             for entry in host.keys
         }
         self._revoked = frozenset(document.revoked)
-        self.history = (history or History()).with_keys(document).with_keys(self.effective)
+        self.history = history.with_keys(document).with_keys(self.effective)
 
     @property
     def manifest_threshold(self) -> int:
@@ -66,8 +72,14 @@ class Keyring:
 
     def with_rotation(self, envelope: bytes) -> Keyring:
         """Raises DataError ``rotation-...``, see :func:`accelvisor.frames.rotation.overlay`."""
-        overlay(self.effective, envelope)
-        return Keyring(self.document, (*self.rotations, envelope), self.history)
+        after = overlay(self.effective, envelope)
+        if after is self.effective:
+            return self
+        require_room(self.document, after)
+        # What the others say is known; looking at all of them again takes long.
+        made = Keyring.__new__(Keyring)
+        made._set(self.document, after, (*self.rotations, envelope), self.history)
+        return made
 
     def find(self, name: str) -> Key | None:
         """The key with this id, whatever its time; None for an unknown or revoked one."""

@@ -10,6 +10,7 @@ said of the key before it stays: that one retires, and does not become current a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -27,6 +28,8 @@ from accelvisor.limits import KIB, LIMITS
 ROTATION_TYPE = "application/vnd.accelvisor.rotation"
 
 _BYTES = KIB
+#: Rotations whose signatures were looked at; a kibibyte each.
+_FAULTS = 4096
 _OVERLAP_NS = int(LIMITS.rotation_overlap_s * 10**9)
 
 
@@ -91,7 +94,7 @@ def overlay(document: Trust, envelope: bytes) -> Trust:
 
 def _overlay(document: Trust, envelope: bytes, *, kept: bool = False) -> Trust:
     """``kept``: the new key may have been revoked since, as it was not when the rotation came."""
-    opened, found = _open(envelope)
+    found = _open(envelope)[1]
     host = document.host(found.host)
     if host is None:
         raise _refused("rotation-key", f"host {found.host} is not trusted")
@@ -110,10 +113,9 @@ def _overlay(document: Trust, envelope: bytes, *, kept: bool = False) -> Trust:
     revoked = new.key_id in document.revoked
     if new.key_id in known or (revoked and not kept):
         raise _refused("rotation-key", f"key {new.key_id} was used before")
-    try:
-        envelopes.verify(opened, {found.old: _Key(current.public), new.key_id: new}, 2)
-    except SignatureError as error:
-        raise _refused("rotation-key", str(error)) from error
+    fault = _fault(envelope, current.public, found.public)
+    if fault:
+        raise _refused("rotation-key", fault)
     after = _rotated(host, current, found, revoked=revoked)
     hosts = tuple(after if other is host else other for other in document.hosts)
     return msgspec.structs.replace(document, hosts=hosts)
@@ -134,7 +136,41 @@ def overlay_all(document: Trust, rotations: Iterable[bytes]) -> tuple[Trust, tup
         if after is not document:
             kept.append(envelope)
             document = after
-    return document, tuple(kept[: LIMITS.rotations])
+    return document, tuple(kept)
+
+
+@lru_cache(maxsize=_FAULTS)
+def _fault(envelope: bytes, old: bytes, new: bytes) -> str:
+    """Why these two keys have not both signed it; empty when they have. Each new document asks
+    again about every rotation that is kept, in the daemon's event loop.
+    """
+    keys = {key.key_id: key for key in (_Key(old), _Key(new))}
+    try:
+        envelopes.verify(_open(envelope)[0], keys, 2)
+    except SignatureError as error:
+        return str(error) or "a signature is wrong"
+    return ""
+
+
+def require_room(document: Trust, effective: Trust) -> None:
+    """No host may have more rotations on top of the document than are remembered.
+
+    Args:
+        effective: ``document`` with the rotations: each adds one to its host's key version.
+
+    Raises:
+        DataError: ``rotation-many``.
+    """
+    for before, after in zip(document.hosts, effective.hosts, strict=True):
+        if after.key_version - before.key_version > LIMITS.rotations:
+            raise DataError(
+                f"host {after.name} has rotated its keys {LIMITS.rotations} times since its key"
+                " was trusted",
+                code="rotation-many",
+                where="trust",
+                hint="let it join again, with accelctl trust invite --again here; or have a fleet's"
+                " roots sign its keys",
+            )
 
 
 def _rotated(host: Host, current: HostKey, found: Rotation, *, revoked: bool) -> Host:

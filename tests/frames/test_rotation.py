@@ -130,6 +130,31 @@ def test_what_a_key_signed_before_it_was_revoked_can_be_read() -> None:
         assert ring.find(key.key_id) is None
 
 
+def test_one_hosts_rotations_leave_room_for_another_one_and_end_with_a_refusal() -> None:
+    ring, key = Keyring(start()), KEY_A
+    for _ in range(LIMITS.rotations):
+        new = identity()
+        ring = ring.with_rotation(rotated(key, new, ring.effective))
+        key = new
+    with pytest.raises(DataError) as caught:
+        ring.with_rotation(rotated(key, THIEF, ring.effective))
+    assert caught.value.code == "rotation-many"
+    other = ring.effective.host(HOST_B)
+    assert other is not None
+    honest = rotate(other, KEY_B, NEW, created_ns=NOW, retire_ns=RETIRE)
+    ring = Keyring(start(), ring.with_rotation(honest).rotations)
+    assert [usable(ring, each) for each in (key, NEW)] == [HOST_A, HOST_B]
+
+
+def test_signatures_of_known_rotations_are_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = Keyring(start()).with_rotation(rotated())
+    monkeypatch.setattr(envelope, "verify", None)
+    after = changes.set_roots(start(), [identity().public], 1, created_ns=NOW)
+    assert Keyring(after, ring.rotations).rotations == ring.rotations
+
+
 def test_one_host_does_not_push_out_the_keys_of_another() -> None:
     history, many = Keyring(start()).history, host()
     for _ in range(LIMITS.history_keys + 1):

@@ -281,6 +281,10 @@ class Keys:
         now = self._clock_ns()
         retire = now + int(LIMITS.rotation_overlap_s * 10**9)
         statement = rotate(mine, self.identity, fresh, created_ns=now, retire_ns=retire)
+        self.keyring.with_rotation(statement)  # which may refuse it: then nothing is written
+        if self.mine_to_sign and mine != self.document.host(mine.uuid):
+            # What we rotated before is signed by our own root from here on, and none too many.
+            self._adopt(changes.put_host(self.document, mine, created_ns=now))
         after = self.keyring.with_rotation(statement)
         self._write(_NEW, fresh.to_pem())
         self._take_rotation(after)
@@ -351,6 +355,8 @@ class Keys:
         self._take_effect()
 
     def _take_rotation(self, keyring: Keyring) -> None:
+        if keyring is self.keyring:
+            return
         self._write("rotations", msgspec.msgpack.encode(list(keyring.rotations)))
         self.keyring = keyring
         self._take_effect()

@@ -246,6 +246,14 @@ def test_a_host_that_is_removed_takes_the_keys_of_its_rotations_along(tmp_path: 
     assert {old, a.identity.key_id} <= set(b.document.revoked)
 
 
+def test_a_host_can_always_rotate_its_own_keys(tmp_path: Path) -> None:
+    mine = keys(tmp_path)
+    for _ in range(LIMITS.rotations + 2):
+        mine.rotate()
+    assert len(mine.keyring.rotations) == 1
+    assert keys(tmp_path).identity.key_id == mine.identity.key_id
+
+
 def test_revoking_the_own_old_key_leaves_the_one_that_followed_it(tmp_path: Path) -> None:
     mine = keys(tmp_path)
     old = mine.identity.key_id
