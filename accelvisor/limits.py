@@ -281,6 +281,9 @@ class Limits:
     peer_dead_s: float = 10.0
     # Bulk connections of one transfer; more than there are cores gain nothing.
     bulk_streams: int = 8
+    # Bulk connections that have not shown a ticket, of all addresses together; each keeps a thread.
+    # A move opens its own one after the other.
+    bulk_strangers: int = 16
     # A transfer that gets nowhere for so long is given up; it can be resumed.
     bulk_stall_s: float = 10.0
     # And so is one that is slower than this on average over that time.

@@ -2,6 +2,8 @@
 
 Whoever connects is a stranger until TLS has shown a key: strangers are few, come at a bounded rate
 and have a deadline. All three ways begin with a preamble in the clear that only chooses who looks.
+The handshake of a bulk connection keeps a thread: these have threads of their own, so that silent
+strangers keep nothing else waiting, and nobody gets one unless a ticket is out.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import socket
 import ssl
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from uuid import UUID
 
 from accelvisor.errors import AccelvisorError, CapacityError
@@ -39,6 +42,8 @@ Deposit = Callable[[Channel], None]
 Join = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 _ACCEPTED = b"\x01"
 _ADDRESSES = 1024
+#: Whoever has a ticket shows it sooner, over any network (seconds).
+_BRISK_S = 1.0
 
 
 class Admission:
@@ -113,6 +118,9 @@ class Listener:
         self._clock = clock
         self._limits = limits
         self._admission = Admission(limits)
+        self._handshakes = ThreadPoolExecutor(limits.bulk_strangers, "bulk-handshake")
+        #: Bulk connections that have not shown a ticket, the oldest first, and since when.
+        self._shaking: dict[socket.socket, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
         self.links: set[PeerLink] = set()
@@ -134,6 +142,7 @@ class Listener:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(link.close() for link in list(self.links)))
+        await asyncio.to_thread(self._handshakes.shutdown)  # all of them were cut above
         self._sock.close()
 
     async def _accept(self) -> None:
@@ -173,8 +182,7 @@ class Listener:
             if purpose == CONTROL:
                 await self._control(conn, known)
             elif purpose == BULK:
-                # The transfer owns it then, and its threads end by themselves.
-                await asyncio.to_thread(self._bulk, conn)
+                await self._shake(conn)
             elif purpose == JOIN and self.join is not None:
                 await self._joining(conn, self.join)
             else:
@@ -208,6 +216,33 @@ class Listener:
             if not link.closed.done():
                 await link.close()
 
+    async def _shake(self, conn: socket.socket) -> None:
+        """A bulk connection until its transfer has it, whose threads end by themselves."""
+        self._admit_bulk()
+        self._shaking[conn] = self._clock()
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._handshakes, self._bulk, conn)
+        except asyncio.CancelledError:
+            _wake(conn)  # its thread may be waiting for bytes
+            raise
+        finally:
+            self._shaking.pop(conn, None)
+
+    def _admit_bulk(self) -> None:
+        """Raises PermissionDenied ``peer-ticket``, CapacityError ``peer-busy``."""
+        now = self._clock()
+        if not self._tickets.waiting(now):
+            raise refused()
+        if len(self._shaking) < self._limits.bulk_strangers:
+            return
+        # Strangers that say nothing would keep out those who have tickets: the oldest makes room.
+        oldest, since = next(iter(self._shaking.items()))
+        if now - since < _BRISK_S:
+            raise _busy("too many bulk connections have not said who they are")
+        _wake(oldest)
+        del self._shaking[oldest]
+
     def _bulk(self, conn: socket.socket) -> None:
         conn.setblocking(True)
         channel = Channel(conn, self._credentials, server=True, clock=self._clock)
@@ -239,6 +274,12 @@ class Listener:
                 writer.close()
                 with contextlib.suppress(OSError, ssl.SSLError):
                     await writer.wait_closed()
+
+
+def _wake(conn: socket.socket) -> None:
+    """Whoever waits for its bytes hears that none come."""
+    with contextlib.suppress(OSError):
+        conn.shutdown(socket.SHUT_RDWR)
 
 
 async def _exactly(conn: socket.socket, size: int) -> bytes:

@@ -48,6 +48,11 @@ class Tickets(Generic[T]):
             self._open[hashlib.sha256(ticket).digest()] = (host, until, session)
         return ticket
 
+    def waiting(self, now: float) -> int:
+        """How many may still be shown."""
+        with self._lock:
+            return sum(until > now for _, until, _ in self._open.values())
+
     def redeem(self, ticket: bytes, host: UUID, now: float) -> T:
         """What the ticket was issued for. It is used up, also when another host shows it.
 

@@ -357,6 +357,7 @@ def test_a_ticket_leads_a_connection_to_its_transfer_once() -> None:
             near.flush()
             assert await asyncio.to_thread(far.read, 4) == b"data"
             assert far.host == A.uuid
+            b.tickets.issue(A.uuid, came.append, asyncio.get_running_loop().time())
             for wrong in (ticket, bytes(32)):
                 opening = open_channel(b.address, wrong, B.uuid, trusting)
                 assert await code_of(opening) == "peer-ticket"
@@ -376,6 +377,73 @@ def test_a_ticket_does_not_help_a_stranger() -> None:
             assert await code_of(opening) in ("peer-refused", "peer-ticket")
             opening = open_channel(b.address, ticket, STRANGER.uuid, A.trusting(B.pin))
             assert await code_of(opening) == "peer-wrong-host"
+
+    run(test())
+
+
+@asynccontextmanager
+async def silent(address: Address, count: int) -> AsyncIterator[list[socket.socket]]:
+    """Strangers who say what they came for, and nothing else."""
+    loop = asyncio.get_running_loop()
+    strangers = []
+    try:
+        for _ in range(count):
+            strangers.append(socket.create_connection(address))
+            strangers[-1].setblocking(False)
+            await loop.sock_sendall(strangers[-1], BULK)
+        yield strangers
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+async def hung_up(stranger: socket.socket) -> None:
+    async with asyncio.timeout(LIMITS.peer_handshake_s / 2):  # it was not waited for
+        assert await asyncio.get_running_loop().sock_recv(stranger, 1) == b""
+
+
+def test_silent_strangers_keep_nobody_elses_work_waiting() -> None:
+    """Each kept one of six threads for 5 s that write the journal and verify what came."""
+
+    async def test() -> None:
+        async with serving() as b:
+            b.tickets.issue(A.uuid, lambda _: None, asyncio.get_running_loop().time())
+            async with silent(b.address, LIMITS.peer_strangers):
+                await until(lambda: len(b.listener._shaking) == LIMITS.peer_strangers)
+                async with asyncio.timeout(LIMITS.peer_handshake_s / 2):
+                    await asyncio.to_thread(int)
+                    await b.listener.stop()
+
+    run(test())
+
+
+def test_nobody_gets_a_bulk_handshake_while_no_ticket_is_out() -> None:
+    async def test() -> None:
+        async with serving() as b:
+            b.tickets.issue(A.uuid, lambda _: None, -LIMITS.ticket_s)  # too old
+            async with silent(b.address, 1) as strangers:
+                await hung_up(*strangers)
+
+    run(test())
+
+
+def test_silent_strangers_make_room_for_a_ticket() -> None:
+    async def test() -> None:
+        limits = replace(LIMITS, bulk_strangers=2)
+        async with serving(limits=limits) as b:
+            came: list[Channel] = []
+            now = asyncio.get_running_loop().time
+            ticket = b.tickets.issue(A.uuid, came.append, now())
+            async with silent(b.address, 2) as strangers:
+                await until(lambda: len(b.listener._shaking) == 2)
+                async with silent(b.address, 1) as more:
+                    await hung_up(*more)  # those before it may be about to show theirs
+                b.listener._clock = lambda: now() + 2
+                near = await open_channel(b.address, ticket, B.uuid, A.trusting(B.pin))
+                await until(lambda: came)
+                await hung_up(strangers[0])
+                near.close()
+                came[0].close()
 
     run(test())
 
