@@ -31,10 +31,23 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Keys from ``key`` to before ``end``; only ``key`` without an end."""
+    """Keys from ``key`` to before ``end``, in their order; only ``key`` without an end.
+
+    Args:
+        limit: only so many; 0: all.
+        last: the last ones, the highest key first.
+    """
 
     key: bytes
     end: bytes = b""
+    limit: int = 0
+    last: bool = False
+
+    def encode(self) -> dict[str, str]:
+        """As the gateway reads it."""
+        order = {"sort_order": "DESCEND", "sort_target": "KEY"} if self.last else {}
+        named = {"key": _text(self.key), "range_end": _text(self.end), "limit": str(self.limit)}
+        return {**named, **order}
 
 
 def beginning_with(prefix: bytes) -> Range:
@@ -73,10 +86,7 @@ class EtcdClient:
         Raises:
             UnavailableError: ``ledger-unreachable``, no endpoint answered in time.
         """
-        asked = [
-            {"requestRange": {"key": _text(wanted.key), "range_end": _text(wanted.end)}}
-            for wanted in ranges
-        ]
+        asked = [{"requestRange": wanted.encode()} for wanted in ranges]
         answer = self._post("/v3/kv/txn", {"success": asked})
         try:
             found = [

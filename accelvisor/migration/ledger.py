@@ -178,7 +178,7 @@ class Ledger(Protocol):
     Raises (all of them):
         UnavailableError: ``ledger-unreachable``. It may have happened, or happen yet: ask again.
         ConflictError: ``ledger-conflict`` and the other codes of :data:`RULES`.
-        StateError: ``ledger-damaged``.
+        StateError: ``ledger-damaged``, ``ledger-rollback``.
     """
 
     async def get(self, function: str) -> Signed | None:

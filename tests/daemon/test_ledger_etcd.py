@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from accelvisor.daemon import ledger_etcd
-from accelvisor.daemon.etcd import EtcdClient, Range
-from accelvisor.daemon.ledger_etcd import EtcdLedger
-from accelvisor.errors import ConfigError, ConflictError, DataError, StateError, UnavailableError
+from accelvisor.daemon.etcd import Entry, EtcdClient, Range
+from accelvisor.daemon.ledger_etcd import PAGE, EtcdLedger
+from accelvisor.daemon.ledger_seen import Seen
+from accelvisor.errors import ConfigError, ConflictError, StateError, UnavailableError
 from accelvisor.limits import LIMITS
 from accelvisor.migration.ledger import Record, Signed, Standing, sign
+from accelvisor.migration.succession import Hand
 from tests.daemon.private_etcd import PrivateEtcd, free_ports, private_etcd
 from tests.migration.ledgers import A, B, C, F, G, TestSigner, transfer
 
@@ -230,11 +233,120 @@ def test_what_is_no_record_or_not_rightly_signed_is_damage(fleet: Fleet) -> None
             await a.claim(G)
         assert caught.value.code == "ledger-damaged"
 
-        def wrong(signed: Signed) -> None:
-            raise DataError("its signer is neither its owner nor its peer", code="ledger-record")
+        with pytest.raises(StateError) as caught:
+            await fleet(A, judge=lambda signed: Hand.WRONG).get(F)
+        assert caught.value.code == "ledger-damaged"
 
-        with pytest.raises(StateError):
-            await fleet(A, check=wrong).get(F)
+    run(scenario)
+
+
+def key(function: str, *step: str) -> bytes:
+    kind = "history" if step else "function"
+    return ledger_etcd.PREFIX + "/".join((kind, function, *step)).encode()
+
+
+@pytest.mark.parametrize("history", [False, True], ids=["newest", "newest and history"])
+def test_an_old_record_that_is_put_back_is_noticed(fleet: Fleet, history: bool) -> None:
+    """By somebody who has no key, but may write to etcd: the source would take its VM back."""
+
+    async def scenario() -> None:
+        a, b = fleet(A), fleet(B)
+        old = await a.claim(F)
+        move = transfer(1, A, B, 2)
+        await a.prepare(move)
+        assert (await b.commit(move)).committed
+        await a.get(F)
+        client = EtcdClient(endpoints(a))
+        puts = {key(F): old.envelope}
+        if history:  # as far as that goes without a deletion
+            of_2 = Record(F, 2, A, Standing.ABORTED, move.migration, B)
+            back = sign(TestSigner(), of_2).envelope
+            puts = {key(F): back, key(F, f"{2:020d}", "aborted"): back}
+        client.swap({}, puts)
+        for ledger in (a, b, fleet(C)):
+            for verb in (ledger.get(F), ledger.prepare(transfer(2, A, C, 3))):
+                with pytest.raises(StateError) as caught:
+                    await verb
+                assert caught.value.code == ("ledger-damaged" if history else "ledger-rollback")
+
+    run(scenario)
+
+
+def test_a_history_that_was_cut_back_is_noticed_by_who_saw_more(fleet: Fleet) -> None:
+    """An old backup of etcd, say. Also after the daemon's restart."""
+
+    class Old(EtcdClient):
+        def read(self, ranges: Sequence[Range]) -> list[list[Entry]]:
+            found = super().read(ranges)
+            return [[e for e in entries if e.revision <= revision] for entries in found]
+
+    async def scenario() -> None:
+        a = fleet(A)
+        await a.claim(F)
+        nonlocal revision
+        revision = EtcdClient(endpoints(a)).read([Range(key(F))])[0][0].revision
+        seen = Seen(path)
+        await fleet(A, seen=seen).release(F)
+        await a.claim(F)
+        again = fleet(A, Old(endpoints(a)), seen=Seen(path))
+        with pytest.raises(StateError) as caught:
+            await again.floor(F)
+        assert caught.value.code == "ledger-rollback"
+
+    revision = 0
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "seen.db"
+        run(scenario)
+
+
+@pytest.mark.parametrize("epoch", [3, 9])
+def test_a_trusted_host_cannot_write_that_a_function_is_its_own(fleet: Fleet, epoch: int) -> None:
+    async def scenario() -> None:
+        a, b = fleet(A), fleet(B)
+        await a.claim(F)
+        move = transfer(1, A, B, 2)
+        await a.prepare(move)
+        await b.commit(move)
+        stolen = sign(TestSigner(), Record(F, epoch, C, Standing.OWNED))
+        puts = {key(F): stolen.envelope, key(F, f"{epoch:020d}", "owned"): stolen.envelope}
+        EtcdClient(endpoints(a)).swap({}, puts)
+        for ledger in (a, b, fleet(C)):
+            with pytest.raises(StateError) as caught:
+                await ledger.get(F)
+            assert caught.value.code == "ledger-damaged"
+
+    run(scenario)
+
+
+def test_a_host_that_comes_back_after_hundreds_of_aborts_reads_them_in_pages(fleet: Fleet) -> None:
+    """An abort spends an epoch; all records of a function are too long for one answer of etcd."""
+
+    async def scenario() -> None:
+        a, b, late = fleet(A), fleet(B), fleet(C)
+        await a.claim(F)
+        await late.get(F)
+        epochs = range(2, 2 + 2 * PAGE)
+        for epoch in epochs:
+            move = transfer(epoch, A, B, epoch)
+            await a.prepare(move)
+            assert not (await a.abort(move)).committed
+        longest = 0
+        inner = EtcdClient.read
+
+        def read(self: EtcdClient, ranges: Sequence[Range]) -> list[list[Entry]]:
+            nonlocal longest
+            found = inner(self, ranges)
+            longest = max(longest, *map(len, found))
+            return found
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(EtcdClient, "read", read)
+            assert await late.floor(F) == await b.floor(F) == epochs[-1]
+            assert len(await b.history(F)) == 1 + 2 * len(epochs)
+        assert longest == PAGE
+        move = transfer(1, A, C, epochs[-1] + 1)
+        await a.prepare(move)
+        assert (await late.commit(move)).committed
 
     run(scenario)
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from accelvisor.errors import ConflictError, DataError, StateError
 from accelvisor.frames import canonical, envelope
+from accelvisor.migration import succession
 from accelvisor.migration.ledger import (
     PAYLOAD_TYPE,
     RULES,
@@ -122,6 +123,14 @@ def sound(records: tuple[Record, ...]) -> None:
             assert before.owner == source
 
 
+def followed(records: tuple[Record, ...]) -> None:
+    """Who reads them takes them, whatever of them it has seen before."""
+    signed = [sign(TestSigner(), record) for record in records]
+    for known in (None, *signed):
+        since = [s for s in signed if known is None or s.record.epoch >= known.record.epoch]
+        assert succession.follow(known, since, lambda _: succession.Hand.RIGHT) == signed[-1]
+
+
 def test_no_sequence_of_requests_breaks_the_promise() -> None:
     """Everything that three hosts may ask in seven moves, until nothing is new."""
     moves = [
@@ -135,6 +144,7 @@ def test_no_sequence_of_requests_breaks_the_promise() -> None:
     while todo:
         records = todo.pop()
         sound(records)
+        followed(records)
         for operation, move in product(operations, moves):
             try:
                 answer, after = History(records).apply(operation, move)

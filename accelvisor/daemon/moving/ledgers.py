@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ssl
 import time
+from functools import partial
 
 from accelvisor.daemon.config import LedgerConfig
 from accelvisor.daemon.etcd import EtcdClient
 from accelvisor.daemon.ledger_etcd import EtcdLedger
+from accelvisor.daemon.ledger_seen import Seen
 from accelvisor.daemon.ledger_sqlite import SqliteLedger
 from accelvisor.daemon.moving.keys import Keys
-from accelvisor.daemon.moving.owners import Arbiter, KeySigner, verify_writer
+from accelvisor.daemon.moving.owners import Arbiter, KeySigner, judge
 from accelvisor.daemon.paths import Paths
 from accelvisor.errors import ConfigError
 
@@ -22,15 +24,16 @@ def make(
 
     Raises:
         ConfigError: ``ledger-endpoint``, ``ledger-tls``.
-        StateError, UnavailableError: the embedded ledger's file.
+        StateError, UnavailableError: this host's own file.
     """
     signer, host = KeySigner(keys), str(keys.host)
     if config.kind == "local":
         return SqliteLedger(paths.state / "ledger.db", host, signer, time.time_ns), "source"
     client = EtcdClient(config.endpoints, tls=context(config))
-    # Whoever may write to etcd is not for that one of us: a record counts by its signature.
-    check = lambda signed: verify_writer(keys, signed)  # noqa: E731
-    return EtcdLedger(client, host, signer, time.time_ns, check), "etcd"
+    # Whoever may write to etcd is not for that one of us: a record counts by its signature, and by
+    # what came before it.
+    seen = Seen(paths.state / "ledger-seen.db")
+    return EtcdLedger(client, host, signer, time.time_ns, partial(judge, keys), seen), "etcd"
 
 
 def context(config: LedgerConfig) -> ssl.SSLContext | None:

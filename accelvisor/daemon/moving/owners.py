@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from accelvisor.daemon.moving.keys import Keys
@@ -16,9 +16,10 @@ from accelvisor.errors import (
     UnavailableError,
 )
 from accelvisor.frames import envelope as envelopes
-from accelvisor.frames.envelope import SignatureError
+from accelvisor.frames.envelope import Envelope, PublicKey, SignatureError
 from accelvisor.limits import KIB, LIMITS
 from accelvisor.migration import messages as wire
+from accelvisor.migration import succession
 from accelvisor.migration.ledger import (
     PAYLOAD_TYPE,
     Item,
@@ -28,6 +29,7 @@ from accelvisor.migration.ledger import (
     Standing,
     Transfer,
 )
+from accelvisor.migration.succession import Hand
 
 LOG = logging.getLogger(__name__)
 _RECORD_BYTES = 4 * KIB
@@ -202,28 +204,39 @@ def signers(keys: Keys, signed: Signed) -> frozenset[str]:
     Raises:
         DataError: ``ledger-signature``: none, or a signature is wrong.
     """
-    opened = envelopes.decode(signed.envelope, kind=PAYLOAD_TYPE, max_bytes=_RECORD_BYTES)
-    known = {
-        signature.key_id: found
-        for signature in opened.signatures
-        if (found := keys.keyring.find(signature.key_id)) is not None
-    }
     try:
-        return envelopes.verify(opened, known, 1)
+        return _holders(_opened(signed), keys.keyring.find)
     except SignatureError as error:
         raise _unsigned() from error
 
 
-def verify_writer(keys: Keys, signed: Signed) -> None:
-    """A record of a shared ledger must be signed by a host that may write it: its owner, or the
-    other host of its move.
+def judge(keys: Keys, signed: Signed) -> Hand:
+    """By whom a record of a shared ledger is signed: any host may have written it, at any time."""
+    ring, opened = keys.keyring, _opened(signed)
+    allowed = succession.writers(signed.record)
+    used = {signature.key_id for signature in opened.signatures}
+    revoked = not used.isdisjoint(ring.document.revoked)
+    known = any(ring.history.find(name) for name in used)
+    try:
+        right = not allowed.isdisjoint(_holders(opened, ring.history.find))
+    except SignatureError:
+        right = False
+    if right and not revoked:
+        return Hand.RIGHT
+    if not allowed <= {host.uuid for host in ring.effective.hosts}:
+        return Hand.LEFT
+    return Hand.REVOKED if revoked and (right or not known) else Hand.WRONG
 
-    Raises:
-        DataError: ``ledger-signature``.
-    """
-    record = signed.record
-    if not signers(keys, signed) & {record.owner, record.peer}:
-        raise _unsigned(record.owner)
+
+def _holders(opened: Envelope, find: Callable[[str], PublicKey | None]) -> frozenset[str]:
+    """Raises SignatureError."""
+    names = (signature.key_id for signature in opened.signatures)
+    known = {name: key for name in names if (key := find(name)) is not None}
+    return envelopes.verify(opened, known, 1)
+
+
+def _opened(signed: Signed) -> Envelope:
+    return envelopes.decode(signed.envelope, kind=PAYLOAD_TYPE, max_bytes=_RECORD_BYTES)
 
 
 def _unsigned(host: str = "") -> DataError:

@@ -14,10 +14,13 @@ from accelvisor.daemon.config import LedgerConfig
 from accelvisor.daemon.ledger_sqlite import SqliteLedger
 from accelvisor.daemon.moving import ledgers
 from accelvisor.daemon.moving.keys import Keys
-from accelvisor.daemon.moving.owners import KeySigner, Owners, verify_writer
+from accelvisor.daemon.moving.owners import KeySigner, Owners, judge
 from accelvisor.daemon.paths import Paths
 from accelvisor.errors import ConfigError, ConflictError, DataError
+from accelvisor.limits import LIMITS
 from accelvisor.migration import messages as wire
+from accelvisor.migration.ledger import Record, Standing, sign
+from accelvisor.migration.succession import Hand
 
 F = "33333333-3333-4333-8333-333333333333"
 A, B, C = (UUID(f"{n * 8}-{n * 4}-4{n * 3}-8{n * 3}-{n * 12}") for n in "126")
@@ -144,10 +147,50 @@ def test_a_shared_ledger_is_believed_for_signatures_of_those_who_may_write(tmp_p
         await a.owners.next_epoch(F)
         mine = await a.ledger.get(F)
         assert mine is not None
-        verify_writer(b.keys, mine)
+        assert judge(b.keys, mine) is Hand.RIGHT
+        forged = sign(KeySigner(c.keys), mine.record)
+        assert judge(b.keys, forged) is Hand.WRONG
         b.keys.remove(str(A))
-        with pytest.raises(DataError):
-            verify_writer(b.keys, mine)
+        assert judge(b.keys, mine) is judge(b.keys, forged) is Hand.LEFT
+
+    run(tmp_path, body)
+
+
+def test_the_destination_that_a_record_names_cannot_sign_it_for_the_source(tmp_path: Path) -> None:
+    """Any trusted host could have written that a function is about to come to it."""
+
+    async def body(a: Host, b: Host, c: Host) -> None:
+        prepared = Record(F, 2, str(A), Standing.PREPARED, MOVE, str(C), b"d" * 32)
+        assert judge(b.keys, sign(KeySigner(c.keys), prepared)) is Hand.WRONG
+        committed = Record(F, 2, str(C), Standing.COMMITTED, MOVE, str(A), b"d" * 32)
+        assert judge(b.keys, sign(KeySigner(c.keys), committed)) is Hand.RIGHT
+
+    run(tmp_path, body)
+
+
+def test_a_record_counts_however_often_the_key_was_replaced_since(tmp_path: Path) -> None:
+    async def body(a: Host, b: Host, c: Host) -> None:
+        await a.owners.next_epoch(F)
+        mine = await a.ledger.get(F)
+        assert mine is not None
+        old = a.keys.identity.key_id
+        for _ in range(LIMITS.host_keys + 1):
+            b.keys.rotated(a.keys.rotate())
+        assert b.keys.keyring.find(old) is None
+        assert judge(b.keys, mine) is Hand.RIGHT
+
+    run(tmp_path, body)
+
+
+def test_a_revoked_key_of_a_host_that_is_trusted_is_told_from_a_forgery(tmp_path: Path) -> None:
+    async def body(a: Host, b: Host, c: Host) -> None:
+        await a.owners.next_epoch(F)
+        mine = await a.ledger.get(F)
+        assert mine is not None
+        old = a.keys.identity.key_id
+        b.keys.rotated(a.keys.rotate())
+        b.keys.revoke(old)
+        assert judge(b.keys, mine) is Hand.REVOKED
 
     run(tmp_path, body)
 
