@@ -30,7 +30,13 @@ from accelvisor.daemon.moving.lent import PAGE, Lent, Piece
 from accelvisor.daemon.moving.orders import Given, ask
 from accelvisor.daemon.paths import FunctionPaths
 from accelvisor.daemon.store import Function
-from accelvisor.errors import AccelvisorError, CapacityError, ConflictError, UnavailableError
+from accelvisor.errors import (
+    AccelvisorError,
+    CapacityError,
+    ConflictError,
+    DeadlineError,
+    UnavailableError,
+)
 from accelvisor.frames.chunks import Kind
 from accelvisor.function.moving import normal
 from accelvisor.function.track import runs_of
@@ -44,6 +50,10 @@ Files: TypeAlias = tuple[tuple[int, int], ...]
 ENOUGH_BYTES = 4 * MIB
 #: A stop waits for a tile, and walks four states.
 _ORDER_S = LIMITS.control_reply_s
+#: A function that must go on and does not answer is asked again after so many seconds each time.
+PAUSES_S = (0.1, 0.4, 1.0, 3.0)
+#: Code of the error, and kind of the event, of one that stands still though its VM runs.
+STANDING = "function-standing"
 
 
 class Link:
@@ -80,12 +90,34 @@ class Link:
         self.control("migrate", to="STOP_COPY")
 
     def thaw(self) -> None:
-        """Let it go on. Asked twice: the first may have met a worker that was just replaced."""
+        """Let it go on.
+
+        Raises:
+            UnavailableError: ``function-standing``: it did not answer for long, or refused.
+        """
         try:
-            self.control("migrate", to="RUNNING")
-        except UnavailableError:
-            self.control("migrate", to="RUNNING")
-        self.control("fence", on=False)
+            self._insist("migrate", to="RUNNING")
+            self._insist("fence", on=False)
+        except AccelvisorError as error:
+            raise UnavailableError(
+                f"the function stands still: {error.message}",
+                code=STANDING,
+                where=error.where,
+                hint="virsh suspend and resume its VM, or restart accelvisord: both let it go on",
+            ) from error
+
+    def _insist(self, method: str, **parameters: object) -> None:
+        """An order that must be carried out, and may be twice. The worker may just have been
+        replaced, or the host have more to do than it can.
+        """
+        for pause_s in PAUSES_S:
+            try:
+                self.control(method, **parameters)
+                return
+            except (UnavailableError, DeadlineError) as error:
+                LOG.warning("%s", error.message)
+            time.sleep(pause_s)
+        self.control(method, **parameters)
 
 
 class Copy:
@@ -309,7 +341,9 @@ class Taker:
 
 
 def take_running(taker: Taker, fault: Callable[[str], None]) -> Taken:
-    """All of it for a function that computes, and goes on at once."""
+    """All of it for a function that computes, and goes on at once. Raises UnavailableError
+    ``function-standing`` when it does not, and what else hinders it.
+    """
     require_computing(taker.begin())
     taker.precopy()
     fault("checkpoint:copied")

@@ -20,7 +20,7 @@ from typing import BinaryIO, Literal, cast
 from accelvisor.daemon.moving import capture, documents, exchange, packing
 from accelvisor.daemon.moving.capture import Base, Taken, Taker
 from accelvisor.daemon.moving.library import Library
-from accelvisor.daemon.moving.numbers import Mark, Numbers
+from accelvisor.daemon.moving.numbers import Begun, Mark, Numbers
 from accelvisor.daemon.moving.packing import Recipient
 from accelvisor.daemon.moving.restoring import Restoring
 from accelvisor.daemon.moving.services import Services
@@ -139,7 +139,8 @@ class Checkpoints:
             UsageError: ``checkpoint-name``. ConflictError: ``checkpoint-exists``,
                 ``checkpoint-state``, ``function-moving``, ``ledger-...``.
             CapacityError: ``checkpoint-space``, ``checkpoint-memory``.
-            AccelvisorError: what the function answered. It goes on in any case.
+            UnavailableError: ``function-standing``: it does not go on, and an event says so.
+            AccelvisorError: what the function answered. It goes on.
         """
         compress = self.settings.zstd if zstd is None else zstd
         packing.require_zstd(compress)
@@ -172,7 +173,7 @@ class Checkpoints:
                     code="checkpoint-exists",
                     where="checkpoints",
                 )
-            await asyncio.to_thread(self._numbers.begin, uuid, "create", mark)
+            left = await asyncio.to_thread(self._begin, uuid, mark)
             services.fault("checkpoint:begun")
             try:
                 taken = await self._take(function, mark, want)
@@ -180,17 +181,34 @@ class Checkpoints:
                 entry = await asyncio.to_thread(
                     self.library.keep, name, content, want.whom, want.zstd
                 )
-            except BaseException:
+            except BaseException as error:
                 await self._unfollow(function)
+                await self._failed(uuid, left, error)
                 raise
-            finally:
-                await asyncio.to_thread(self._numbers.end, uuid)
+            await asyncio.to_thread(self._numbers.end, uuid)
             if taken.base is not None:
                 taken.base.digest, taken.base.length = entry.digest, taken.length
             await self._retain(uuid, want.keep)
         words = f"checkpoint {name} ({want.trigger}), stood still {taken.frozen_s * 1e3:.0f} ms"
         await services.record("checkpoint-created", uuid, words)
         return entry
+
+    def _begin(self, uuid: str, mark: Mark) -> Begun | None:
+        """From here on a kill leaves something; what is left already."""
+        left = next((line for line in self._numbers.begun() if line.function == uuid), None)
+        self._numbers.begin(uuid, "create", mark)
+        return left
+
+    async def _failed(self, uuid: str, left: Begun | None, error: BaseException) -> None:
+        """A function that is left standing, or was found so, is still looked after at a restart."""
+        code = error.code if isinstance(error, AccelvisorError) else ""
+        if code == capture.STANDING:
+            await self._services.record(capture.STANDING, uuid, f"after a checkpoint: {error}")
+        elif left is not None and code == "checkpoint-state":
+            line = (uuid, left.what, left.mark, left.digest)
+            await asyncio.to_thread(self._numbers.begin, *line)
+        else:
+            await asyncio.to_thread(self._numbers.end, uuid)
 
     async def _take(self, function: Function, mark: Mark, want: _Want) -> Taken:
         functions = self._services.functions

@@ -41,9 +41,6 @@ from accelvisor.limits import LIMITS
 LOG = logging.getLogger(__name__)
 SAVED = "save-"
 _WHERE = "save"
-#: A function whose process does not answer, since a worker was just replaced, is asked again after
-#: so many seconds each time.
-_PAUSES_S = (0.1, 0.4, 1.0, 3.0)
 
 
 class FileToken(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -347,7 +344,7 @@ class DomainSaves:
 
     async def _resume(self, function: Function) -> None:
         functions = self._services.functions
-        for pause_s in _PAUSES_S:
+        for pause_s in capture.PAUSES_S:
             try:
                 # A save that QEMU waited for no longer is ended first.
                 async with self._checkpoints.locks[function.uuid]:
@@ -356,6 +353,8 @@ class DomainSaves:
                         return
                     with self._hold(function):
                         await asyncio.to_thread(self._go_on, function)
+                    # Nor does a checkpoint that left it standing need a restart any more.
+                    await asyncio.to_thread(self._library.numbers.end, function.uuid)
                 return
             except (UnavailableError, DeadlineError) as error:
                 LOG.warning("function %s: %s", function.uuid, error.message)
@@ -366,7 +365,7 @@ class DomainSaves:
                 break
             await asyncio.sleep(pause_s)
         words = f"it stands still, though its VM goes on: {reason}"
-        await self._services.record("function-standing", function.uuid, words)
+        await self._services.record(capture.STANDING, function.uuid, words)
 
     def _go_on(self, function: Function) -> None:
         """From wherever it stands; nothing to do for one that computes."""
