@@ -13,7 +13,13 @@ from accelvisor.daemon.moving import orders
 from accelvisor.daemon.moving.destination import DestinationMove
 from accelvisor.daemon.moving.doors import Doors
 from accelvisor.daemon.moving.services import Services
-from accelvisor.errors import AccelvisorError, ConflictError, DeadlineError, UnavailableError
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DeadlineError,
+    ProtocolError,
+    UnavailableError,
+)
 from accelvisor.hypervisor import context
 from accelvisor.limits import LIMITS
 from accelvisor.migration import destination
@@ -77,6 +83,13 @@ class Arriving:
         # Once its QEMU waits for the seal the source's monitor answers nothing: nor do we wait.
         now = asking if known is None else move.receiving.while_receiving(asking)
         wanted = await now or known or ()
+        if len(wanted) != len(move.parts):
+            raise ProtocolError(
+                f"the source told the PCI context of {len(wanted)} functions,"
+                f" {len(move.parts)} come",
+                code="peer-answer",
+                where="migration",
+            )
         for index, part in enumerate(move.parts):
             if known is None or known[index] != wanted[index]:
                 if known is not None:

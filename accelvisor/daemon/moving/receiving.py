@@ -16,7 +16,13 @@ from accelvisor.daemon.moving import documents
 from accelvisor.daemon.moving.driver import in_thread
 from accelvisor.daemon.moving.record import Peer
 from accelvisor.daemon.moving.staged import Staged
-from accelvisor.errors import AccelvisorError, DeadlineError, UnavailableError
+from accelvisor.errors import (
+    AccelvisorError,
+    DeadlineError,
+    ProtocolError,
+    SystemFailure,
+    UnavailableError,
+)
 from accelvisor.frames import receive, verify
 from accelvisor.frames.chunks import Header
 from accelvisor.frames.manifest import Offer
@@ -25,6 +31,7 @@ from accelvisor.limits import LIMITS
 from accelvisor.migration import messages as wire
 from accelvisor.migration.channel import Channel
 from accelvisor.migration.receiver import Received, Receiver
+from accelvisor.migration.tickets import TICKET_BYTES
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -93,6 +100,23 @@ class Part:
         """Forget what came. Blocks for a moment."""
         self.bulk.release()
         self.staged.close()
+
+
+def _require_tickets(tickets: Sequence[Sequence[bytes]], functions: int) -> None:
+    """Each ticket becomes a connection, a buffer and a thread, so the source may not send any
+    number of them. Raises ProtocolError ``peer-answer``.
+    """
+    if len(tickets) != functions:
+        raise _bad_tickets(f"tickets for {len(tickets)} functions, {functions} come")
+    for some in tickets:
+        if not 1 <= len(some) <= LIMITS.bulk_streams:
+            raise _bad_tickets(f"{len(some)} tickets for one function")
+        if any(len(ticket) != TICKET_BYTES for ticket in some):
+            raise _bad_tickets("what is no ticket")
+
+
+def _bad_tickets(what: str) -> ProtocolError:
+    return ProtocolError(f"the source sent {what}", code="peer-answer", where="migration")
 
 
 class Receiving:
@@ -178,15 +202,37 @@ class Receiving:
                 await self._connect()
             except UnavailableError as error:
                 await self._reconnect(error)
-            await asyncio.gather(*(self._rounds_of(part) for part in self.parts))
+            await self._all_rounds()
         except AccelvisorError as error:
             self._failed(error)
+        except Exception as error:
+            LOG.exception("%s", self._name)
+            self._failed(SystemFailure(f"{type(error).__name__}: {error}", where="migration"))
+
+    async def _all_rounds(self) -> None:
+        rounds = [asyncio.ensure_future(self._rounds_of(part)) for part in self.parts]
+        try:
+            await asyncio.gather(*rounds)
+        finally:
+            for each in rounds:  # one that failed ends the others
+                each.cancel()
 
     async def _connect(self) -> None:
         tickets = await self._peer.tickets(self._id)
+        _require_tickets(tickets, len(self.parts))
         for part, some in zip(self.parts, tickets, strict=True):
-            channels = [await self._peer.channel(ticket) for ticket in some]
-            await asyncio.to_thread(part.bulk.attach, channels)
+            await asyncio.to_thread(part.bulk.attach, await self._channels(some))
+
+    async def _channels(self, tickets: Sequence[bytes]) -> list[Channel]:
+        opened: list[Channel] = []
+        try:
+            for ticket in tickets:
+                opened.append(await self._peer.channel(ticket))
+        except BaseException:
+            for channel in opened:
+                channel.close()
+            raise
+        return opened
 
     async def _rounds_of(self, part: Part) -> None:
         while True:
