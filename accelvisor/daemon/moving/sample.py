@@ -12,6 +12,7 @@ from typing import NamedTuple
 from accelvisor.daemon.moving import documents, orders
 from accelvisor.daemon.moving.lent import Lent
 from accelvisor.daemon.moving.services import Services
+from accelvisor.daemon.paths import FunctionPaths
 from accelvisor.daemon.store import Function
 
 #: Long enough to see a training loop's working set, short enough for somebody who waits.
@@ -28,29 +29,42 @@ class Sample(NamedTuple):
 
 
 async def take(services: Services, function: Function) -> Sample:
-    """Raises what hinders the function process from answering."""
-    paths = services.functions.world.paths.function(function.uuid)
+    """Raises what hinders the function process from answering. Carried to its end, also when
+    whoever asked goes away: nobody else would end what it began.
+    """
+    return await services.functions.carry(_take(services, function))
+
+
+async def _take(services: Services, function: Function) -> Sample:
+    paths, held = services.functions.world.paths.function(function.uuid), services.functions.held
     said = documents.described(await orders.order(paths.control_socket, "describe"))
-    held = services.functions.held
-    watched = not said.tracking and function.uuid not in held
-    given = await orders.order(paths.holder_socket, "lend", expected=4)
-    lent = Lent(given.fds, function.memory_bytes, function.window_bytes)
-    if not watched:
+    # One that stands still changes nothing, and must not be found held when its VM goes on.
+    computes = said.migration_state == "RUNNING" and not said.fenced
+    watched = computes and not said.tracking and function.uuid not in held
+    if watched:
+        held.add(function.uuid)  # before anything is waited for: a move may begin in between
+    try:
+        given = await orders.order(paths.holder_socket, "lend", expected=4)
+        lent = Lent(given.fds, function.memory_bytes, function.window_bytes)
         try:
+            if watched:
+                return await _watch(paths, lent, said.firmware)
             return Sample(said.firmware, await asyncio.to_thread(lent.held_bytes), 0, 0.0)
         finally:
             lent.close()
+    finally:
+        if watched:
+            held.discard(function.uuid)
+
+
+async def _watch(paths: FunctionPaths, lent: Lent, firmware: dict[str, str]) -> Sample:
     loop = asyncio.get_running_loop()
-    held.add(function.uuid)
     try:
         await orders.order(paths.control_socket, "track", {"on": True})
         began = loop.time()
         lent.take_marks()
         state = await asyncio.to_thread(lent.held_bytes)
         await asyncio.sleep(max(0.0, began + SAMPLE_S - loop.time()))
-        dirty, seconds = lent.dirty_bytes(), loop.time() - began
-        await orders.order(paths.control_socket, "track", {"on": False})
+        return Sample(firmware, state, lent.dirty_bytes(), loop.time() - began)
     finally:
-        held.discard(function.uuid)
-        lent.close()
-    return Sample(said.firmware, state, dirty, seconds)
+        await orders.order(paths.control_socket, "track", {"on": False})
