@@ -261,7 +261,9 @@ def test_an_autostarted_vm_gets_its_function(
         for service in ("accelvisor.service", "libvirtd.service"):
             host.run(["systemctl", "stop", service])
         host.run(["rm", "-f", "/run/libvirt/qemu/autostarted"])  # as if libvirt never ran
-        host.run(["systemctl", "start", "libvirtd.service", "accelvisor.service"], timeout=60)
+        # One after the other, as their order at a boot is.
+        for service in ("accelvisor.service", "libvirtd.service"):
+            host.run(["systemctl", "start", service], timeout=60)
         host.wait(lambda: state(host, function) == "running", deadline_s=30, what="the VM with it")
         assert "running" in host.virsh("domstate", domain_name).stdout
     finally:

@@ -192,7 +192,8 @@ class MovingHost:
             undo.push_async_callback(self.listener.stop)
         await self.moves.recover()
         await self.checkpoints.recover()
-        await saves.recover()
+        # Beside: a QEMU that is not there is waited for, while libvirt waits for us to start one.
+        self.moves.spawn(saves.recover())
         watchman = Watchman(
             self.services, self.checkpoints, self._policy(), lambda: self.draining
         )

@@ -338,9 +338,11 @@ class DomainSaves:
             for function in self._services.functions.registry.all()
             if function.domain_uuid is not None
         }
-        for domain in domains:
-            if await self._domain_state(domain) == "running":
-                await self.resumed(domain)
+        await asyncio.gather(*(self._go_on_if_running(domain) for domain in domains))
+
+    async def _go_on_if_running(self, domain: str) -> None:
+        if await self._domain_state(domain) == "running":
+            await self.resumed(domain)
 
     async def _resume(self, function: Function) -> None:
         functions = self._services.functions

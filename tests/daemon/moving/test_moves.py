@@ -169,3 +169,19 @@ def test_what_is_over_twice_is_over() -> None:
         await ways.close()
 
     scenario(body)
+
+
+def test_a_qemu_that_is_not_there_does_not_keep_the_daemon_from_being_ready(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def never(_self: object, _domain: str) -> str:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def body(made: Pair, function: str, domain: str) -> None:
+        monkeypatch.setattr("accelvisor.daemon.moving.host.MovingHost._domain_state", never)
+        await made.daemon_a.stop()
+        async with asyncio.timeout(30), made.a.daemon():
+            assert await owner(made, function) == domain
+
+    scenario(body)
