@@ -113,11 +113,11 @@ class Limits:
     libvirt_call_s: float = 30.0
     # Verbs that wait for a guest have deadlines of up to 600 s of their own.
     libvirt_patient_s: float = 660.0
+    # Threads for what blocks: a function that moves keeps one or two for the length of a round.
+    daemon_threads: int = 128
 
     # --- migration and ledger --------------------------------------------------------------------
     # A control message carries at most an envelope for each function of a VM.
-    # Threads for what blocks: a function that moves keeps one or two for the length of a round.
-    daemon_threads: int = 128
     migration_message_bytes: int = 2 * MIB
     # A manifest with its signatures, about 100 bytes each.
     migration_envelope_bytes: int = 72 * KIB
@@ -238,8 +238,10 @@ class Limits:
     audit_text_chars: int = 512
     # A record is a few hundred bytes; its three texts may be of 4-byte characters.
     audit_record_bytes: int = 8 * KIB
-    # Epochs that a function may be ahead of what is known: each is one change of owner.
-    epoch_jump: int = 1000
+    # Epochs that a function may be ahead of what is known: so that no host uses up all 2**63. An
+    # abort spends one, and a host with a ledger of its own hears of those elsewhere when the
+    # function comes back: this is ten a second for thirteen years.
+    epoch_jump: int = 2**32
     # Checkpoints at rest that continue one another: restoring the last reads them all.
     checkpoint_chain: int = 16
     # Left free where checkpoints lie: the daemon's own records are on the same file system.

@@ -153,9 +153,11 @@ class LedgerFile:
             return self._append(sign(self._signer, record)) if new or not newest else newest
 
     def _newest(self, function: str, epoch: int | None = None) -> Signed | None:
+        # Each is one step in the index, however many epochs were aborted.
+        wanted = "" if epoch is None else " AND epoch = :epoch"
         row = self._db.execute(
-            "SELECT envelope FROM records WHERE function = :function"
-            " AND epoch = coalesce(:epoch, epoch) ORDER BY epoch DESC, id DESC LIMIT 1",
+            f"SELECT envelope FROM records WHERE function = :function{wanted}"
+            " ORDER BY epoch DESC, id DESC LIMIT 1",
             {"function": function, "epoch": epoch},
         ).fetchone()
         return self._open(row[0]) if row else None

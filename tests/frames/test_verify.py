@@ -116,6 +116,11 @@ def test_epoch_may_jump_to_the_limit() -> None:
     assert Destination().take(Checkpoint(epoch=EXPECTED.epoch + LIMITS.epoch_jump))
 
 
+def test_a_day_of_aborts_elsewhere_keeps_no_function_from_coming_back() -> None:
+    """Each spends an epoch, and a host with a ledger of its own has not heard of them."""
+    assert Destination().take(Checkpoint(epoch=EXPECTED.epoch + 10 * 86_400))
+
+
 def test_a_function_of_many_epochs_comes_to_a_host_that_never_had_it() -> None:
     assert Destination(epoch=0, sequence=-1).take(Checkpoint(epoch=LIMITS.epoch_jump * 3))
 
@@ -329,7 +334,7 @@ def fails(header: Header, payload: object) -> None:
         ({"function": uuid()}, (7, "frame-function")),
         ({"domain": uuid()}, (7, "frame-domain")),
         ({"domain": ""}, (7, "frame-domain")),
-        ({"profile": msgspec.structs.replace(PROFILE, memory_bytes=1)}, (7, "frame-profile")),
+        ({"profile": msgspec.structs.replace(PROFILE, memory_bytes=2 << 20)}, (7, "frame-profile")),
         ({"profile": msgspec.structs.replace(PROFILE, queues=5)}, (7, "frame-profile")),
     ],
 )
