@@ -245,7 +245,17 @@ def _check(found: Offer | Manifest) -> None:
         right = "status" in names and "function" not in names
     else:
         right = {"function", "status"} <= names
+    profile = found.profile
+    most: dict[SectionName, int] = {
+        "function": LIMITS.document_bytes,
+        "status": LIMITS.document_bytes,
+        "window": profile.window_bytes,
+        "memory": profile.memory_bytes,
+    }
+    # Whoever reads a section makes room for as much as it is said to have.
+    large = [name for name, nbytes in most.items() if found.sections.get(name, 0) > nbytes]
     faults = {
+        f"its sections are larger than any can be: {', '.join(large)}": bool(large),
         f"a {found.kind} checkpoint has other sections": not right,
         "its parent is no digest": len(found.parent) not in (0, 32),
         "it expires before it was created": found.expires_ns < found.created_ns,

@@ -196,7 +196,7 @@ def test_offer_of_a_tebibyte_gets_no_staging(
     monkeypatch.setattr(destination, "Staged", made.append)
 
     def greedy(**fields: Any) -> Offer:
-        return Offer(**{**fields, "sections": {**fields["sections"], "memory": 1 << 40}})
+        return Offer(**{**fields, "sections": {**fields["sections"], "extents": 1 << 40}})
 
     monkeypatch.setattr(sealing, "Offer", greedy)
     assert pair.refused().code == "migration-sections"

@@ -61,7 +61,7 @@ FUNCTION, DOMAIN = uuid(), uuid()
 OWNER = owner_digest("alice")
 NONCE = bytes(range(16))
 PROFILE = Profile(
-    name="small", cores=2, memory_bytes=1 << 20, window_bytes=1 << 16, queues=4, ring_entries=64
+    name="small", cores=2, memory_bytes=4 << 20, window_bytes=1 << 16, queues=4, ring_entries=64
 )
 
 #: A small whole checkpoint from A for B; tests change single fields.
