@@ -72,7 +72,6 @@ class Receiver:
 
     Args:
         sections: kind -> writable memory as long as the offer says, all zeros.
-        zstd: it was agreed that chunks may be compressed.
         clock: seconds, monotonic.
     """
 
@@ -80,12 +79,10 @@ class Receiver:
         self,
         sections: Mapping[int, memoryview],
         *,
-        zstd: bool = False,
         clock: Callable[[], float] = time.monotonic,
         limits: Limits = LIMITS,
     ) -> None:
         self._sections = {kind: _Section(view) for kind, view in sections.items()}
-        self._codings = {Coding.RAW, Coding.ZEROS} | ({Coding.ZSTD} if zstd else set())
         self._clock = clock
         self._limits = limits
         self._changed = threading.Condition()
@@ -253,7 +250,6 @@ class Receiver:
         return State(self._round, self._first, tuple(told))
 
     def _run(self, channel: Channel, state: State) -> None:
-        scratch = memoryview(bytearray(self._limits.chunk_bytes))
         head = memoryview(bytearray(MESSAGE.size))
         try:
             channel.write(state.pack())
@@ -263,7 +259,7 @@ class Receiver:
                 channel.read_into(head)
                 kind, body = MESSAGE.unpack(head)
                 if kind == Type.CHUNK:
-                    self._chunk(channel, body, scratch)
+                    self._chunk(channel, body)
                 elif kind == Type.ROUND:
                     this = Round.unpack(body)
                     self._barrier(this)
@@ -280,7 +276,7 @@ class Receiver:
             self._break(UnavailableError(f"a bug: {error!r}", code="internal", where=_WHERE))
             raise
 
-    def _chunk(self, channel: Channel, body: bytes, scratch: memoryview) -> None:
+    def _chunk(self, channel: Channel, body: bytes) -> None:
         *fields, stored = RECORD.unpack(body)
         header = Header(*fields)
         self._claim(header, stored)
@@ -289,10 +285,6 @@ class Receiver:
         if header.coding == Coding.RAW:
             payload = section.place(header)
             channel.read_into(payload)
-        elif header.coding == Coding.ZSTD:
-            payload = scratch[:stored]
-            channel.read_into(payload)
-            section.place(header)[:] = chunks.expand(header, payload)
         else:
             section.clear(header)
         leaf = chunks.leaf_hash(body[: chunks.HEADER.size], payload)
@@ -306,8 +298,9 @@ class Receiver:
         fault = header.fault(stored)
         if fault is None and header.kind not in self._sections:
             fault = f"kind {header.kind} was not offered"
-        if fault is None and header.coding not in self._codings:
-            fault = f"coding {header.coding} was not agreed"
+        if fault is None and header.coding not in (Coding.RAW, Coding.ZEROS):
+            # What is compressed would have to be expanded before anybody has verified it.
+            fault = f"coding {header.coding} has no place in a transfer"
         if fault is None:
             size = len(self._sections[header.kind].view)
             if header.offset + header.length > size:

@@ -25,8 +25,6 @@ from accelvisor.migration.channel import Channel
 from accelvisor.migration.rates import TokenBucket
 
 _WHERE = "peer"
-#: zstd must save an eighth to be worth the receiver's time.
-_WORTH = 8
 
 
 @dataclass(slots=True)
@@ -60,7 +58,6 @@ class Sender:
     """Sends pieces of memory in rounds.
 
     Args:
-        zstd: compress; only when the receiver can, and where the link is slower than zstd.
         rate: bytes a second on the wire at most; None without a limit.
         piece_bytes: the longest chunk with a payload, at most ``LIMITS.chunk_bytes``.
         clock: seconds, monotonic.
@@ -69,7 +66,6 @@ class Sender:
     def __init__(
         self,
         *,
-        zstd: bool = False,
         rate: float | None = None,
         piece_bytes: int = PIECE_BYTES,
         clock: Callable[[], float] = time.monotonic,
@@ -78,7 +74,6 @@ class Sender:
         self.progress = Progress()
         #: Bytes of the payloads of all chunks in the rounds that have ended, each counted once.
         self.payload_bytes = 0
-        self._zstd = zstd
         self._piece_bytes = piece_bytes
         self._clock = clock
         self._limits = limits
@@ -305,7 +300,7 @@ class Sender:
     def _chunk(
         self, channel: Channel, index: int, kind: int, offset: int, data: memoryview, zero: bool
     ) -> None:
-        coding, payload = self._encode(data, zero)
+        coding, payload = (Coding.ZEROS, b"") if zero else (Coding.RAW, data)
         header = Header(index, kind, coding, offset, len(data)).pack()
         self._leaves[index] = chunks.leaf_hash(header, payload)
         self._sizes[index] = len(payload)
@@ -325,15 +320,6 @@ class Sender:
             progress.covered += len(data)
             progress.sent += size
             progress.chunks += 1
-
-    def _encode(self, data: memoryview, zero: bool) -> tuple[Coding, chunks.Buffer]:
-        if zero:
-            return Coding.ZEROS, b""
-        if self._zstd:
-            packed = chunks.compress(data)
-            if packed is not None and len(packed) < len(data) - len(data) // _WORTH:
-                return Coding.ZSTD, packed
-        return Coding.RAW, data
 
 
 def _detached() -> UnavailableError:

@@ -47,12 +47,11 @@ class Transfer:
     """Both sides of a transfer, and the staging memory."""
 
     def __init__(self, count: int = 1, *, limits: object = LIMITS, **options: object) -> None:
-        zstd = bool(options.get("zstd"))
         self.count = count
         self.staging = {MEMORY: np.zeros(SIZE, np.uint8), WINDOW: np.zeros(MIB, np.uint8)}
         sections = {kind: memoryview(view) for kind, view in self.staging.items()}
         self.sender = Sender(limits=limits, **options)  # type: ignore[arg-type]
-        self.receiver = Receiver(sections, zstd=zstd, limits=limits)  # type: ignore[arg-type]
+        self.receiver = Receiver(sections, limits=limits)  # type: ignore[arg-type]
         self.near: list[Channel] = []
         self.far: list[Channel] = []
 
@@ -116,16 +115,6 @@ def test_an_empty_round_is_a_round() -> None:
         moved.sender.send(WINDOW, 5, memoryview(b"abc"))
         assert len(moved.round()) == 1
         assert moved.staging[WINDOW][5:8].tobytes() == b"abc"
-
-
-def test_compressed_when_agreed_and_worth_it() -> None:
-    pytest.importorskip("zstandard", reason="an extra; the laboratory's hosts have it")
-    data = np.tile(np.arange(256, dtype=np.uint8), SIZE // 256)
-    with transfer(zstd=True) as moved:
-        moved.sender.send(MEMORY, 0, memoryview(data))
-        moved.round()
-        assert (moved.staging[MEMORY] == data).all()
-        assert moved.sender.progress.sent < SIZE // 10
 
 
 def test_memory_that_changes_meanwhile_has_the_leaf_of_what_was_sent() -> None:
@@ -299,7 +288,7 @@ def refused(*messages: bytes, limits: object = LIMITS) -> str:
         chunk(length=LIMITS.chunk_bytes + 1),
         chunk(stored=100),
         chunk(coding=Coding.ZEROS, stored=1),
-        chunk(coding=Coding.ZSTD, stored=10),  # was not agreed
+        chunk(coding=Coding.ZSTD, stored=10),  # would be expanded unverified
         chunk(coding=9, stored=0),
     ],
 )
