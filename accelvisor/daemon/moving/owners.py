@@ -216,9 +216,9 @@ def judge(keys: Keys, signed: Signed) -> Hand:
     allowed = succession.writers(signed.record)
     used = {signature.key_id for signature in opened.signatures}
     revoked = not used.isdisjoint(ring.document.revoked)
-    known = any(ring.history.find(name) for name in used)
+    known = any(ring.once(name) for name in used)
     try:
-        right = not allowed.isdisjoint(_holders(opened, ring.history.find))
+        right = not allowed.isdisjoint(_holders(opened, ring.once))
     except SignatureError:
         right = False
     if right and not revoked:

@@ -66,11 +66,17 @@ def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
+def short_writes(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """Each write takes so many bytes, and says so."""
+    write, pwrite = os.write, os.pwrite
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:size]))
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:size], at))
+
+
 def test_a_record_that_is_written_in_parts_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:7], at))
+    short_writes(monkeypatch, 7)
     file = AuditFile(tmp_path / "audit")
     for number in range(3):
         file.record(event(number))

@@ -23,6 +23,7 @@ from accelvisor.errors import (
 from accelvisor.frames import changes, trust
 from accelvisor.frames.identity import Identity, SigningKey
 from accelvisor.limits import LIMITS
+from tests.daemon.moving.test_evidence import short_writes
 
 HOST = UUID("11111111-1111-4111-8111-111111111111")
 PEER = UUID("22222222-2222-4222-8222-222222222222")
@@ -267,8 +268,7 @@ def test_revoking_the_own_old_key_leaves_the_one_that_followed_it(tmp_path: Path
 def test_a_trust_document_that_is_written_in_parts_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: write(fd, data[:100], at))
+    short_writes(monkeypatch, 100)
     keys(tmp_path).learn(PEER, stranger().public_identity, "b", "b:1")
     assert keys(tmp_path).find("b").uuid == str(PEER)
 
