@@ -19,7 +19,13 @@ from accelvisor.daemon.moving.lent import Lent
 from accelvisor.daemon.moving.pace import Pace
 from accelvisor.daemon.moving.services import Services
 from accelvisor.daemon.store import Function
-from accelvisor.errors import AccelvisorError, ConflictError, DeadlineError, UnavailableError
+from accelvisor.errors import (
+    AccelvisorError,
+    ConflictError,
+    DeadlineError,
+    ProtocolError,
+    UnavailableError,
+)
 from accelvisor.frames.chunks import Kind
 from accelvisor.frames.merkle import Merkle
 from accelvisor.limits import LIMITS
@@ -178,7 +184,11 @@ class Copying:
             attaching.add_done_callback(lambda done: done.exception())
 
     async def _attach(self, part: Part, channels: list[Channel]) -> None:
-        await asyncio.to_thread(part.sender.attach, channels)
+        try:
+            await asyncio.to_thread(part.sender.attach, channels)
+        except ProtocolError as error:
+            self._failed(error)  # one that broke comes again; one that talks nonsense does not
+            return
         part.attached.set()
 
     async def _round(self, first: bool) -> None:

@@ -34,6 +34,8 @@ from accelvisor.migration.receiver import Received, Receiver
 from accelvisor.migration.tickets import TICKET_BYTES
 
 LOG = logging.getLogger(__name__)
+#: A connection that broke, or nothing comes through: it may be better in a moment.
+_GONE = (UnavailableError, DeadlineError)
 T = TypeVar("T")
 #: How long one look for a complete round lasts; then it is looked whether anybody still wants it.
 _LOOK_S = 1.0
@@ -200,7 +202,7 @@ class Receiving:
         try:
             try:
                 await self._connect()
-            except UnavailableError as error:
+            except _GONE as error:
                 await self._reconnect(error)
             await self._all_rounds()
         except AccelvisorError as error:
@@ -257,7 +259,7 @@ class Receiving:
             try:
                 await self._connect()
                 return
-            except UnavailableError as error:
+            except _GONE as error:
                 LOG.info("%s: %s", self._name, error.message)
 
     def round(self, message: wire.Round) -> None:

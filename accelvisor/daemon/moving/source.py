@@ -22,7 +22,7 @@ from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, UnavailableError
 from accelvisor.frames.chunks import Kind
 from accelvisor.function.moving import SECTION_BYTES
-from accelvisor.limits import LIMITS
+from accelvisor.limits import LIMITS, MIB
 from accelvisor.migration import actions, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.ledger import Transfer, Verdict
@@ -37,6 +37,8 @@ _PAUSE_S = 0.1
 _LOST_S = 30.0
 #: How long QEMU may take to end after it handed its VM over.
 _GONE_S = 10.0
+#: Of the written pages: the list of DMA windows, a behind-the-IOMMU guest's longest being 1.5 MiB.
+_EXTENTS_HEAD = 2 * MIB
 #: How long another move of the functions may take to end; less than the destination waits.
 _BUSY_S = LIMITS.migration_reserve_s / 2
 
@@ -285,7 +287,7 @@ class SourceMove:
             Kind.STATE: SECTION_BYTES,
             Kind.WINDOW: function.window_bytes,
             Kind.MEMORY: function.memory_bytes,
-            Kind.EXTENTS: said.ram_bytes + LIMITS.manifest_bytes,
+            Kind.EXTENTS: said.ram_bytes + _EXTENTS_HEAD,
         }
         sender = Sender(rate=services.settings.rate)
         frame = documents.function_frame(said)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accelvisor.daemon.moving.copying import CANCELLED, Copying
-from accelvisor.errors import AccelvisorError, DeadlineError, UnavailableError
+from accelvisor.errors import AccelvisorError, DeadlineError, ProtocolError, UnavailableError
 
 
 class Sender:
@@ -51,3 +51,22 @@ def test_a_move_that_was_given_up_is_not_tried_again() -> None:
     with pytest.raises(UnavailableError) as caught:
         ended(CANCELLED, CANCELLED)
     assert caught.value is CANCELLED
+
+
+def test_a_destination_that_claims_nonsense_is_not_waited_for() -> None:
+    def attach(channels: object) -> None:
+        raise ProtocolError("endless ranges", code="bulk-message")
+
+    async def run() -> tuple[list[AccelvisorError], bool]:
+        part: Any = SimpleNamespace(
+            sender=SimpleNamespace(attach=attach), attached=asyncio.Event()
+        )
+        told: list[AccelvisorError] = []
+        copying: Any = object.__new__(Copying)
+        copying._failed = told.append
+        await copying._attach(part, [])
+        return told, part.attached.is_set()
+
+    told, attached = asyncio.run(run())
+    assert [error.code for error in told] == ["bulk-message"]
+    assert not attached
