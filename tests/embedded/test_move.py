@@ -81,6 +81,7 @@ class Traveller(threading.Thread):
             raise self.error
 
 
+@pytest.mark.timeout(900)  # on a busy machine; 100 s on a quiet one
 def test_two_hundred_moves_at_any_instant_change_no_bit(hosts):
     travellers = [Traveller(hosts, seed, moves=100) for seed in (1, 2)]
     for traveller in travellers:

@@ -12,13 +12,15 @@ import msgspec
 from accelvisor.daemon.moving.fit import AskFit, Fit
 from accelvisor.daemon.moving.keys import Keys
 from accelvisor.daemon.moving.peers import AskDomain, Asking, TellRotation
-from accelvisor.errors import AccelvisorError, NotFoundError
+from accelvisor.errors import AccelvisorError, NotFoundError, UnavailableError
 from accelvisor.frames.trust import Host
 from accelvisor.limits import LIMITS
 from accelvisor.migration.link import Handler
 
 #: Of the way to another host: a busy CPU on either side may spoil one of them.
 _PROBES = 3
+#: Between two questions to a host whose connection broke (seconds).
+_AGAIN_S = 0.2
 
 
 class Neighbours:
@@ -46,6 +48,7 @@ class Neighbours:
             except AccelvisorError as error:
                 missing = error
             hosts.remove(host)
+        silent: list[str] = []
         asked = {asyncio.ensure_future(self._has(host, domain_uuid)): host for host in hosts}
         left = set(asked)
         try:
@@ -53,7 +56,10 @@ class Neighbours:
             while left:
                 done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
                 for answer in done:
-                    if answer.exception() is None and answer.result():
+                    failure = answer.exception()
+                    if failure is not None:
+                        silent.append(f"{asked[answer].name} ({failure})")
+                    elif answer.result():
                         return asked[answer]
         finally:
             for task in left:
@@ -62,13 +68,22 @@ class Neighbours:
         if missing is not None:
             raise missing
         raise NotFoundError(
-            "no host that this one trusts has the functions of this domain",
+            "no host that this one trusts has the functions of this domain"
+            + "".join(f"; no answer from {name}" for name in silent),
             code="migration-no-source",
             where="migration",
             hint="accelctl trust show; accelctl trust invite and join make hosts trust each other",
         )
 
     async def _has(self, host: Host, domain_uuid: str) -> bool:
+        """Asked again where a connection breaks: what comes of it decides about a whole move."""
+        try:
+            return await self._has_it(host, domain_uuid)
+        except UnavailableError:
+            await asyncio.sleep(_AGAIN_S)
+            return await self._has_it(host, domain_uuid)
+
+    async def _has_it(self, host: Host, domain_uuid: str) -> bool:
         asking = self._asking(host)
         try:
             return (await asking.ask(AskDomain(domain_uuid))) == b"\1"

@@ -13,18 +13,20 @@ from accelvisor.errors import AccelvisorError, NotFoundError, UnavailableError
 
 
 class Answers(Neighbours):
-    """Each host says yes or no, or cannot be asked (None)."""
+    """Each host says yes or no, or cannot be asked (None); or one after the other."""
 
-    def __init__(self, **says: bool | None) -> None:
-        hosts = [SimpleNamespace(uuid=name) for name in says]
+    def __init__(self, **says: Any) -> None:
+        hosts = [SimpleNamespace(uuid=name, name=name) for name in says]
         keys: Any = SimpleNamespace(peers=lambda: list(hosts))
         super().__init__(keys)
         self.says = says
         self.asked: list[str] = []
 
-    async def _has(self, host: Any, domain_uuid: str) -> bool:
+    async def _has_it(self, host: Any, domain_uuid: str) -> bool:
         self.asked.append(host.uuid)
         answer = self.says[host.uuid]
+        if isinstance(answer, list):
+            answer = answer.pop(0)
         if answer is None:
             raise UnavailableError(f"{host.uuid} is down", code="peer-lost", where="peer")
         return answer
@@ -58,3 +60,12 @@ def test_when_nobody_has_it_the_named_host_s_error_counts(hint: str, code: str) 
         answers.find(hint)
     assert caught.value.code == code
     assert isinstance(caught.value, NotFoundError) == (code == "migration-no-source")
+
+
+def test_a_connection_that_breaks_once_does_not_hide_the_domain() -> None:
+    assert Answers(a=[None, True], b=False).find("") == "a"
+
+
+def test_a_host_that_does_not_answer_is_named() -> None:
+    with pytest.raises(NotFoundError, match="no answer from a .*a is down"):
+        Answers(a=None, b=False).find("")
