@@ -67,5 +67,5 @@ def test_a_connection_that_breaks_once_does_not_hide_the_domain() -> None:
 
 
 def test_a_host_that_does_not_answer_is_named() -> None:
-    with pytest.raises(NotFoundError, match="no answer from a .*a is down"):
+    with pytest.raises(NotFoundError, match="no answer from a"):
         Answers(a=None, b=False).find("")
