@@ -5,7 +5,7 @@ PYTHON := .venv/bin/python
 # Under make a laboratory that cannot be built is a failure, never a skipped test.
 export ACCELVISOR_LAB_REQUIRED := 1
 
-.PHONY: help bootstrap demo demo-embedded test test-unit test-lab lint deb bench fuzz \
+.PHONY: help bootstrap demo demo-embedded test test-nightly test-unit test-lab lint deb bench fuzz \
 	lab-up lab-down clean
 
 help:
@@ -28,6 +28,9 @@ lint: bootstrap ## ruff, mypy --strict, import rules
 
 test: lint ## lint, then every test, the laboratory's included
 	@scripts/test $(PYTEST)
+
+test-nightly: lint ## the same with every repetition (an hour)
+	@ACCELVISOR_NIGHTLY=1 scripts/test $(PYTEST)
 
 test-unit: bootstrap ## the tests that need no laboratory
 	@$(PYTHON) -m pytest -m 'not lab' $(PYTEST)

@@ -12,6 +12,7 @@ import pytest
 
 from accelvisor.daemon import function_link
 from accelvisor.errors import AccelvisorError
+from tests.amount import by_night
 
 from .case import Case, a_case
 from .pausing import PausingHost
@@ -21,7 +22,9 @@ DESTINATION = (
     "reserving", "preparing", "receiving", "verified", "device-loaded", "loaded", "committed",
     "running",
 )  # fmt: skip
-STEPS = [*(f"source:{step}" for step in SOURCE), *(f"destination:{s}" for s in DESTINATION)]
+HERE = [f"source:{step}" for step in SOURCE]
+THERE = [f"destination:{step}" for step in DESTINATION]
+STEPS = [*HERE, *THERE]
 
 
 @pytest.fixture
@@ -42,13 +45,14 @@ def restart(host: PausingHost) -> None:
 
 
 def test_source_daemon_dies_at_any_step(case: Case) -> None:
-    for step in STEPS:
+    """By day at all steps of its own, and where it matters of the other's."""
+    for step in by_night(STEPS, [*HERE, "destination:verified", "destination:loaded"]):
         case.move(step, lambda source, _: restart(source))
     case.end()
 
 
 def test_destination_daemon_dies_at_any_step(case: Case) -> None:
-    for step in STEPS:
+    for step in by_night(STEPS, ["source:sealed", "source:committed", *THERE]):
         case.move(step, lambda _, there: restart(there))
     case.end()
 

@@ -19,6 +19,7 @@ from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.errors import AccelvisorError, CapacityError, NotFoundError
 from accelvisor.frames.chunks import Kind
 from accelvisor.frames.manifest import Manifest, Offer
+from tests.amount import by_night
 
 from .inprocess import InProcessHost
 from .moving import RAM, Guest, free_port, join, unmoved, wait_for
@@ -252,7 +253,7 @@ def test_link_that_breaks_at_any_step_costs_nothing(pair: Pair) -> None:
     pair.end()
 
 
-def test_fifty_refused_moves_leave_no_descriptor(
+def test_refused_moves_leave_no_descriptor(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changed = {"root": bytes(32)}
@@ -264,11 +265,11 @@ def test_fifty_refused_moves_leave_no_descriptor(
     for _ in range(3):
         pair.refused()
     before = count()
-    for _ in range(10):
+    for _ in range(by_night(10, 4)):
         pair.refused()
     # Most of them before a function is made, which is what takes the time.
     monkeypatch.setattr(sealing, "Offer", lambda **fields: Offer(**{**fields, "owner": bytes(32)}))
-    for _ in range(40):
+    for _ in range(by_night(40, 16)):
         pair.refused()
     wait_for(lambda: count() <= before, f"{count() - before} descriptors more", 20)
     pair.end()
