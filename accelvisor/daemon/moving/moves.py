@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -68,6 +69,8 @@ _TO_DESTINATION: Mapping[type[wire.Message], destination.Event] = {
     wire.Sealed: _D.SEALED,
     wire.Abort: _D.ABORT,
 }
+#: Messages that are kept for a move until it is known where its VM is.
+_HEARD = 64
 #: States in which a VM's QEMU has loaded all it will: if it asks, it saves.
 _ARRIVED = frozenset(
     (
@@ -271,7 +274,8 @@ class Moves:
             LOG.info("host %s tells of a move that is not known here", link.host)
             return
         if move.heard is not None:
-            move.heard.append((link, message))
+            if len(move.heard) < _HEARD:  # one that talks without end is not listened to
+                move.heard.append(lambda: self._to_source(link, message))
             return
         if isinstance(move.peer, Answering) and move.peer.use(link):
             move.driver.post(_S.LINK_BACK)
@@ -293,8 +297,8 @@ class Moves:
     def listen(self, move: SourceMove) -> None:
         """It is known what a restart found: what was heard meanwhile is answered now."""
         heard, move.heard = move.heard or (), None
-        for link, message in heard:
-            self._to_source(link, message)
+        for one in heard:
+            one()
 
     def _new_source(self, link: PeerLink, asked: wire.Reserve) -> SourceMove | None:
         """None when the other host has too many open: it is told so."""
@@ -440,7 +444,10 @@ class Moves:
     def _tell(self, domain: str, there: source.Event, here: destination.Event) -> None:
         for move in list(self.sources.values()):
             if move.asked.domain == domain and move.driver.state not in SOURCE_OVER:
-                move.driver.post(there)
+                if move.heard is not None:
+                    move.heard.append(partial(move.driver.post, there))
+                else:
+                    move.driver.post(there)
         for coming in reversed(self.destinations.values()):
             if coming.domain_uuid == domain:
                 # Only the last one: what QEMU does now has to do with no earlier attempt. Nor with

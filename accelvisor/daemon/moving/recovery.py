@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 _S, _D = source.Event, destination.Event
-#: Messages that are kept for a move until it is known where its VM is.
-_HEARD = 16
 
 
 class Recovery:
@@ -55,7 +52,7 @@ class Recovery:
             if row.role == "source":
                 self._recover_source(row.id, row.domain, row.state, record)
                 if not over:
-                    self._moves.sources[row.id].heard = deque(maxlen=_HEARD)
+                    self._moves.sources[row.id].heard = []
                     self._moves.spawn(self._restarted_source(row.id, row.domain))
             elif not over:
                 self._recover_destination(row.id, row.domain, row.state, record)

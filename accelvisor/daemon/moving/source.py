@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 
 import msgspec
@@ -26,7 +26,6 @@ from accelvisor.limits import LIMITS, MIB
 from accelvisor.migration import actions, source
 from accelvisor.migration import messages as wire
 from accelvisor.migration.ledger import Transfer, Verdict
-from accelvisor.migration.link import PeerLink
 from accelvisor.migration.sender import Sender
 from accelvisor.migration.source import Event, State
 
@@ -68,9 +67,9 @@ class SourceMove:
         #: The functions that nobody else may act on because of this move.
         self.held: set[str] = set()
         self.records: tuple[bytes, ...] = ()
-        #: What was heard since a restart, until it is known what became of the VM: only then can it
-        #: be answered. The newest few: a destination says again what matters. None: nothing waits.
-        self.heard: deque[tuple[PeerLink, wire.Message]] | None = None
+        #: What was heard since a restart, of the destination or of QEMU, until it is known where
+        #: the VM is: only then can it be answered. None: nothing waits.
+        self.heard: list[Callable[[], None]] | None = None
         self._offer: wire.Offer
         self._asked = Asked(services.leaves, asked.domain)
         self.copying = Copying(

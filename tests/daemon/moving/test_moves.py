@@ -185,3 +185,26 @@ def test_a_qemu_that_is_not_there_does_not_keep_the_daemon_from_being_ready(
             assert await owner(made, function) == domain
 
     scenario(body)
+
+
+def test_a_qemu_that_ends_before_a_restart_was_looked_into_decides_nothing() -> None:
+    """It may have handed its VM over: to ask for an abort then would leave nobody to compute."""
+
+    async def body(made: Pair, function: str, domain: str) -> None:
+        heard: list[source.Event] = []
+        moves = made.daemon_a._moving.moves
+        driver = SimpleNamespace(state=source.State.SEALED, post=heard.append)
+        move: Any = SimpleNamespace(
+            asked=SimpleNamespace(domain=domain), driver=driver, heard=[]
+        )
+        moves.sources[b"id"] = move
+        try:
+            moves.gone(domain)
+            assert heard == []
+            heard.append(source.Event.RESTARTED_GONE)
+            moves.listen(move)
+        finally:
+            moves.sources.clear()
+        assert heard == [source.Event.RESTARTED_GONE, source.Event.QEMU_GONE]
+
+    scenario(body)
