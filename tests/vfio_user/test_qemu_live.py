@@ -19,6 +19,7 @@ from accelvisor.vfio_user.protocol import Command
 from accelvisor.vfio_user.session import ServerSession
 from accelvisor.vfio_user.transcript import Record, Said, commands, read, replay
 from accelvisor.vfio_user.wire import Message
+from tests.amount import by_night
 from tests.laboratory import require_laboratory
 
 from .sample import SampleDevice
@@ -63,7 +64,7 @@ def proposals(records: list[Record]) -> list[object]:
 
 @pytest.mark.lab
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("scenario", ["boot", "iommu"])
+@pytest.mark.parametrize("scenario", by_night(["boot", "iommu"], ["boot"]))
 def test_this_qemu_speaks_as_the_golden_one(
     scenario: str, tmp_path: Path, device: SampleDevice
 ) -> None:
