@@ -13,7 +13,8 @@ import os
 import re
 import uuid as uuid_module
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -436,6 +437,16 @@ def _checked_name(name: str | None, uuid: str) -> str:
             hint="1 to 64 letters, digits, . _ -, beginning with a letter or digit, and no UUID",
         )
     return name
+
+
+@contextmanager
+def holding(held: set[str], uuid: str) -> Iterator[None]:
+    """No move begins with a function of ``Functions.held`` meanwhile. Nobody else may hold it."""
+    held.add(uuid)
+    try:
+        yield
+    finally:
+        held.discard(uuid)
 
 
 async def _nothing(*_of: object) -> None:

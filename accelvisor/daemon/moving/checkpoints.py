@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import BinaryIO, Literal, cast
 
+from accelvisor.daemon.functions import holding
 from accelvisor.daemon.moving import capture, documents, exchange, packing
 from accelvisor.daemon.moving.capture import Base, Taken, Taker
 from accelvisor.daemon.moving.library import Library
@@ -216,12 +217,9 @@ class Checkpoints:
             functions.require_free(function)
             # No move may begin meanwhile: it would take the marks that we look for, and lose its
             # own when we let go of ours. Writing the file, which takes long, holds none up.
-            functions.held.add(function.uuid)
-            try:
+            with holding(functions.held, function.uuid):
                 taker = await self._taker(function, mark, want)
                 return await asyncio.to_thread(self._capture, taker, want)
-            finally:
-                functions.held.discard(function.uuid)
 
     def _capture(self, taker: Taker, want: _Want) -> Taken:
         """What is followed when this returns is known as a base, so that it ends with that."""
@@ -249,14 +247,12 @@ class Checkpoints:
             self.forget_base(uuid)
             if not ours:
                 return
-            functions.held.add(uuid)
-            try:
+            with holding(functions.held, uuid):
                 link = capture.Link(functions.world.paths.function(uuid))
-                await asyncio.to_thread(link.control, "track", on=False)
-            except AccelvisorError as error:
-                LOG.info("function %s: %s", uuid, error.message)
-            finally:
-                functions.held.discard(uuid)
+                try:
+                    await asyncio.to_thread(link.control, "track", on=False)
+                except AccelvisorError as error:
+                    LOG.info("function %s: %s", uuid, error.message)
 
     async def _taker(self, function: Function, mark: Mark, want: _Want) -> Taker:
         """Whatever is taken takes the marks: an old base is continued now or never."""

@@ -7,8 +7,10 @@ checkpoint begins to watch its memory at the same time.
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import NamedTuple
 
+from accelvisor.daemon.functions import holding
 from accelvisor.daemon.moving import documents, orders
 from accelvisor.daemon.moving.lent import Lent
 from accelvisor.daemon.moving.services import Services
@@ -41,9 +43,8 @@ async def _take(services: Services, function: Function) -> Sample:
     # One that stands still changes nothing, and must not be found held when its VM goes on.
     computes = said.migration_state == "RUNNING" and not said.fenced
     watched = computes and not said.tracking and function.uuid not in held
-    if watched:
-        held.add(function.uuid)  # before anything is waited for: a move may begin in between
-    try:
+    # Before anything is waited for: a move may begin in between.
+    with holding(held, function.uuid) if watched else nullcontext():
         given = await orders.order(paths.holder_socket, "lend", expected=4)
         lent = Lent(given.fds, function.memory_bytes, function.window_bytes)
         try:
@@ -52,9 +53,6 @@ async def _take(services: Services, function: Function) -> Sample:
             return Sample(said.firmware, await asyncio.to_thread(lent.held_bytes), 0, 0.0)
         finally:
             lent.close()
-    finally:
-        if watched:
-            held.discard(function.uuid)
 
 
 async def _watch(paths: FunctionPaths, lent: Lent, firmware: dict[str, str]) -> Sample:

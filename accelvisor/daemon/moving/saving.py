@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 
 import msgspec
 
+from accelvisor.daemon.functions import holding
 from accelvisor.daemon.moving import capture, documents
 from accelvisor.daemon.moving.capture import Link, Taken, Taker
 from accelvisor.daemon.moving.checkpoints import Checkpoints
@@ -123,7 +124,7 @@ class DomainSaves:
                 await stack.enter_async_context(self._checkpoints.locks[function.uuid])
                 self._services.functions.require_free(function)
                 # To the end, also after QEMU gave up: a move that began meanwhile would be undone.
-                stack.enter_context(self._hold(function))
+                stack.enter_context(holding(self._services.functions.held, function.uuid))
             marks = [await self._library.next_mark(function.uuid) for function in functions]
             try:
                 for function, mark in zip(functions, marks, strict=True):
@@ -353,7 +354,7 @@ class DomainSaves:
                     # Asked only now: that may have taken long enough for a move to begin, or end.
                     if function.uuid in functions.held or not functions.registry.get(function.uuid):
                         return
-                    with self._hold(function):
+                    with holding(functions.held, function.uuid):
                         await asyncio.to_thread(self._go_on, function)
                     # Nor does a checkpoint that left it standing need a restart any more.
                     await asyncio.to_thread(self._library.numbers.end, function.uuid)
@@ -381,16 +382,6 @@ class DomainSaves:
             link.control("fence", on=False)
         if said.tracking and function.uuid not in self._checkpoints.followed:
             link.control("track", on=False)
-
-    @contextmanager
-    def _hold(self, function: Function) -> Iterator[None]:
-        """No move begins. Nobody else may hold it."""
-        held = self._services.functions.held
-        held.add(function.uuid)
-        try:
-            yield
-        finally:
-            held.discard(function.uuid)
 
     def _drop(self, uuid: str) -> None:
         state = self._ready.pop(uuid, None)
