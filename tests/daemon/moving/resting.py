@@ -32,6 +32,7 @@ from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, NotFoundError
 from accelvisor.frames import audit
 from accelvisor.frames.manifest import Model
+from accelvisor.frames.store import Entry
 from tests.function.harness import Guest, Process, Ring, call, operation, running
 
 SECOND = 10**9
@@ -315,3 +316,8 @@ def moved_ring(ring: Ring, guest: Guest) -> Ring:
 
 def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def create(here: Host, found: Function, **options: Any) -> Entry:
+    """A checkpoint, as an operator asks for it."""
+    return asyncio.run(here.points.create(found.uuid, **options))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accelvisor.daemon.moving.anticipation import Anticipation, Health, Policy, Watchman
 from accelvisor.daemon.store import Function
-from tests.daemon.moving.resting import Host, function, host
+from tests.daemon.moving.resting import Host, function
 from tests.function.harness import Process
 
 FINE = Health()
@@ -83,18 +80,6 @@ def test_a_timer_is_never_late_by_more_than_one_look(steps: list[float]) -> None
 
 
 # --- the watchman ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Host]:
-    with host(tmp_path / "here") as made:
-        yield made
-
-
-@pytest.fixture
-def one(here: Host) -> Iterator[tuple[Process, Function]]:
-    with function(here) as made:
-        yield made
 
 
 def test_the_timer_takes_chains_and_keeps_the_last(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,25 +11,8 @@ from accelvisor.daemon.moving import capture
 from accelvisor.daemon.moving.saving import DomainSaves
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, DeadlineError
-from accelvisor.frames.store import Entry
-from tests.daemon.moving.resting import DOMAIN, Host, computes, describe, function, host
+from tests.daemon.moving.resting import DOMAIN, Host, computes, create, describe
 from tests.function.harness import Process, call
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Host]:
-    with host(tmp_path / "here") as made:
-        yield made
-
-
-@pytest.fixture
-def one(here: Host) -> Iterator[tuple[Process, Function]]:
-    with function(here) as made:
-        yield made
-
-
-def create(here: Host, found: Function, **options: Any) -> Entry:
-    return asyncio.run(here.points.create(found.uuid, **options))
 
 
 def a_move_begins(here: Host, process: Process) -> None:

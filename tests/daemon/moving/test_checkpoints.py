@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from accelvisor.errors import (
 )
 from accelvisor.frames.chunks import RECORD
 from accelvisor.frames.container import AREA_BYTES, HEAD
-from accelvisor.frames.store import Entry
 from accelvisor.limits import LIMITS, MIB
 from tests.daemon.moving.resting import (
     DOMAIN,
@@ -33,31 +31,15 @@ from tests.daemon.moving.resting import (
     N,
     Vm,
     computes,
+    create,
     describe,
     function,
-    host,
     open_fds,
 )
 from tests.function.harness import Guest, Process, call, running
 
 #: In the payload of a file's first chunk.
 PAYLOAD = HEAD.size + AREA_BYTES + RECORD.size + 5
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Host]:
-    with host(tmp_path / "here") as made:
-        yield made
-
-
-@pytest.fixture
-def one(here: Host) -> Iterator[tuple[Process, Function]]:
-    with function(here) as made:
-        yield made
-
-
-def create(here: Host, found: Function, **options: Any) -> Entry:
-    return asyncio.run(here.points.create(found.uuid, **options))
 
 
 def code(caught: pytest.ExceptionInfo[AccelvisorError]) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -25,26 +24,12 @@ from tests.daemon.moving.resting import (
     Vm,
     computes,
     describe,
-    function,
-    host,
 )
 from tests.function.harness import Guest, Process, call
 
 CREATE = ("begun", "copied", "frozen", "thawed", "written", "kept")
 OLD = ("verified", "begun", "frozen", "kept")
 NEW = ("loaded", "going")
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Host]:
-    with host(tmp_path / "here") as made:
-        yield made
-
-
-@pytest.fixture
-def one(here: Host) -> Iterator[tuple[Process, Function]]:
-    with function(here) as made:
-        yield made
 
 
 def killed(here: Host, step: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,8 @@ import pytest
 
 from accelvisor.daemon.moving import orders, sample
 from accelvisor.daemon.store import Function
-from tests.daemon.moving.resting import Host, describe, function, host
+from tests.daemon.moving.resting import Host, describe
 from tests.function.harness import Process, call
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Host]:
-    with host(tmp_path / "here") as made:
-        yield made
-
-
-@pytest.fixture
-def one(here: Host) -> Iterator[tuple[Process, Function]]:
-    with function(here) as made:
-        yield made
 
 
 def test_a_dry_run_that_is_interrupted_follows_nothing_any_more(
