@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accelvisor.errors import DataError, StateError, UnavailableError
-from accelvisor.migration.ledger import Signed, Standing
+from accelvisor.migration.ledger import SETTLED, Signed
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS seen (
@@ -67,7 +67,7 @@ class Seen:
             (
                 record.function,
                 record.epoch,
-                record.state is not Standing.PREPARED,
+                record.state in SETTLED,
                 signed.envelope,
             ),
         )

@@ -239,7 +239,7 @@ class Demonstration:
 
     def _flip(self) -> tuple[int, str]:
         """A checkpoint of the function goes to the first host, once with one bit flipped and once
-        as it is; (its bytes, what is said of the first, if the second was taken).
+        as it is, which must be taken; (its bytes, what is said of the first).
         """
         path = f"{_ON_HOST}.checkpoint"
         made = self._accelctl("checkpoint", "create", _FUNCTION, on=self._other)["checkpoint"]

@@ -26,7 +26,7 @@ from enum import StrEnum, auto
 from itertools import groupby
 
 from accelvisor.errors import StateError
-from accelvisor.migration.ledger import Record, Signed, Standing
+from accelvisor.migration.ledger import SETTLED, Record, Signed, Standing
 
 
 class Hand(StrEnum):
@@ -89,8 +89,8 @@ def settled(records: Sequence[Signed]) -> Signed | None:
 
 def _of_one_epoch(records: Sequence[Signed]) -> list[Signed]:
     """What was prepared and what became of it: one of them, or both in this order."""
-    prepared = [signed for signed in records if signed.record.state is Standing.PREPARED]
-    decided = [signed for signed in records if signed.record.state is not Standing.PREPARED]
+    prepared = [signed for signed in records if signed.record.state not in SETTLED]
+    decided = [signed for signed in records if signed.record.state in SETTLED]
     if len(prepared) > 1 or len(decided) > 1:
         raise _damaged(records[0].record, "it was decided twice")
     return prepared + decided

@@ -65,6 +65,7 @@ class DestinationMove:
         peer: Source,
         owner: str = "",
         over: Callable[[DestinationMove], None] = lambda move: None,
+        ram_bytes: int | None = None,
     ) -> None:
         self._services = services
         self.id = id
@@ -74,6 +75,7 @@ class DestinationMove:
         self._owner = owner_digest(owner or domain_uuid)
         self._wanted = wanted
         self._over = over
+        self._ram_bytes = ram_bytes
         #: Whether the source knows how it ended, and whether its QEMU here has ended.
         self.told = self.left = False
         #: There was no function here of these UUIDs before, so any that is here now is this move's.
@@ -249,7 +251,7 @@ class DestinationMove:
         )
         opened = verifier.open_offer(envelope)
         said = opened.statement
-        offers.require(offered, said, services.guest_ram.get(self.domain_uuid))
+        offers.require(offered, said, self._ram_bytes)
         function = await services.functions.bring(
             offered.function,
             Profile(

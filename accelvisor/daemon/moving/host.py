@@ -371,17 +371,19 @@ class MovingHost:
         whose = entries.ownership(xml)
         wanted = tuple(wire.Wanted(function, "") for function in functions)
         self._expected.add(domain_uuid)
-        if (ram_bytes := memory_bytes(xml)) is not None:
-            self.services.guest_ram[domain_uuid] = ram_bytes
         try:
             await self.doors.open(domain_uuid)
             move = await self.moves.begin(
-                domain, domain_uuid, wanted, source_host=whose.host, owner=whose.owner
+                domain,
+                domain_uuid,
+                wanted,
+                source_host=whose.host,
+                owner=whose.owner,
+                ram_bytes=memory_bytes(xml),
             )
             self.moves.spawn(self.arriving.expect(move))
         finally:
             self._expected.discard(domain_uuid)
-            self.services.guest_ram.pop(domain_uuid, None)
         return rewrite.rewrite(xml, host=str(self.keys.host), run=self._around.paths.run)
 
     async def prepare_restore(self, xml: str) -> str:

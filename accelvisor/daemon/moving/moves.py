@@ -121,11 +121,13 @@ class Moves:
         *,
         source_host: str = "",
         owner: str = "",
+        ram_bytes: int | None = None,
     ) -> DestinationMove:
         """Reserve everything for a domain that is about to come. Carried to its end or undone.
 
         Args:
             source_host: UUID of the host that has it; empty to ask all that are trusted.
+            ram_bytes: of the VM, by its definition; None where that does not say.
 
         Raises:
             NotFoundError: ``migration-no-source``: no trusted host has the domain's functions.
@@ -139,8 +141,9 @@ class Moves:
         id_ = self._services.entropy(16)
         asking = self.ways.to(host, id_)
         move = DestinationMove(
-            self._services, id_, domain, domain_uuid, tuple(wanted), asking, owner, self.over
-        )
+            self._services, id_, domain, domain_uuid, tuple(wanted), asking, owner, self.over,
+            ram_bytes,
+        )  # fmt: skip
         self.destinations[id_] = move
         try:
             await asking.open()
@@ -375,9 +378,10 @@ class Moves:
 
     def domains(self) -> set[str]:
         """UUIDs of all that come or go."""
-        coming = {move.domain_uuid for move in self.destinations.values()}
-        going = {move.asked.domain for move in self.sources.values()}
-        return {one for one in coming | going if self.coming(one) or self.going(one)}
+        here, away = self.destinations.values(), self.sources.values()
+        coming = {m.domain_uuid for m in here if m.driver.state not in DESTINATION_OVER}
+        going = {m.asked.domain for m in away if m.driver.state not in SOURCE_OVER}
+        return coming | going
 
     async def owners(self, domain_uuid: str) -> bool | None:
         """QEMU asks who has state: the last moment to say no. None: no move has to do with it.

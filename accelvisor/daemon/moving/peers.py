@@ -104,7 +104,6 @@ class Asking:
     def host(self) -> UUID:
         return UUID(self._host.uuid)
 
-
     async def open(self) -> PeerLink:
         """Connect if that was not done yet, then stay connected.
 

@@ -67,8 +67,6 @@ class Services:
     settings: Settings = field(default_factory=Settings)
     #: Downtimes that were wished for (seconds), by domain UUID.
     targets: dict[str, float] = field(default_factory=dict)
-    #: Bytes of RAM of VMs that are about to come, by domain UUID.
-    guest_ram: dict[str, int] = field(default_factory=dict)
     clock_ns: Callable[[], int] = time.time_ns
     entropy: Callable[[int], bytes] = os.urandom
     fault: Callable[[str], None] = lambda step: None

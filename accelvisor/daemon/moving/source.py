@@ -30,10 +30,6 @@ from accelvisor.migration.sender import Sender
 from accelvisor.migration.source import Event, State
 
 LOG = logging.getLogger(__name__)
-#: Between two rounds that had little to copy (seconds).
-_PAUSE_S = 0.1
-#: How long the bulk connections may be gone before the transfer is given up.
-_LOST_S = 30.0
 #: How long QEMU may take to end after it handed its VM over.
 _GONE_S = 10.0
 #: Of the written pages: the list of DMA windows, a behind-the-IOMMU guest's longest being 1.5 MiB.
