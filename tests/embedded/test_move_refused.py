@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from accelvisor.errors import AccelvisorError, CapacityError, NotFoundError
 from accelvisor.frames.chunks import Kind
 from accelvisor.frames.manifest import Manifest, Offer
 from tests.amount import by_night
+from tests.descriptors import open_fds
 
 from .inprocess import InProcessHost
 from .moving import RAM, Guest, free_port, join, unmoved, wait_for
@@ -259,19 +259,16 @@ def test_refused_moves_leave_no_descriptor(
     changed = {"root": bytes(32)}
     monkeypatch.setattr(sealing, "Manifest", lambda **fields: Manifest(**{**fields, **changed}))
 
-    def count() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     for _ in range(3):
         pair.refused()
-    before = count()
+    before = open_fds()
     for _ in range(by_night(10, 4)):
         pair.refused()
     # Most of them before a function is made, which is what takes the time.
     monkeypatch.setattr(sealing, "Offer", lambda **fields: Offer(**{**fields, "owner": bytes(32)}))
     for _ in range(by_night(40, 16)):
         pair.refused()
-    wait_for(lambda: count() <= before, f"{count() - before} descriptors more", 20)
+    wait_for(lambda: open_fds() <= before, f"{open_fds() - before} descriptors more", 20)
     pair.end()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import json
 import mmap
 import os
@@ -465,13 +464,6 @@ def memfd(name: str, size: int, *, sealed: bool = True) -> int:
     if sealed:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     return fd
-
-
-def open_fds(pid: int | str = "self") -> int:
-    """How many descriptors a process has open."""
-    if pid == "self":
-        gc.collect()  # what other tests left is not closed in the middle of this one
-    return len(os.listdir(f"/proc/{pid}/fd"))
 
 
 def operation(name: str, *operands: int, **attributes: float) -> Operation:

@@ -22,7 +22,8 @@ from accelvisor.function.state import STATE_BYTES, State
 from accelvisor.function.wire import Disconnected, Wire
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.wire import encode_command, encode_reply
-from tests.function.harness import memfd, open_fds, wait_for
+from tests.descriptors import open_fds
+from tests.function.harness import memfd, wait_for
 
 
 class Died(BaseException):

@@ -14,6 +14,7 @@ from accelvisor.abi.registers import PAGE
 from accelvisor.errors import CapacityError, PermissionDenied, SystemFailure
 from accelvisor.guest import pinned
 from accelvisor.guest.pinned import PinnedMemory, Pins, physical_segments
+from tests.descriptors import descriptors
 
 PRESENT = 1 << 63
 
@@ -70,7 +71,7 @@ def test_a_map_that_ends_early_is_an_error(tmp_path: Path) -> None:
 def test_without_io_uring_there_is_no_dma_rather_than_memory_that_may_move(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     monkeypatch.setattr(pinned, "_SYS_IO_URING_SETUP", 100_000)
     with pytest.raises(SystemFailure) as caught:
         Pins()
@@ -79,7 +80,7 @@ def test_without_io_uring_there_is_no_dma_rather_than_memory_that_may_move(
     monkeypatch.setattr(pinned, "_IORING_REGISTER_BUFFERS", 1000)  # an old kernel, or a policy
     with pytest.raises(SystemFailure):
         Pins()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 def test_slots_are_used_again_and_never_two_for_one(pins: Pins) -> None:
@@ -136,7 +137,7 @@ def test_pinned_memory_has_addresses_for_every_page(
             return [(PAGE, nbytes)]
 
     monkeypatch.setattr(pinned, "physical_segments", told)
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     memory = PinnedMemory(3 * PAGE - 5, pins)
     assert seen == [(seen[0][0], 3 * PAGE)]
     assert sum(n for _, n in memory.segments) == len(memory.view) == 3 * PAGE
@@ -145,7 +146,7 @@ def test_pinned_memory_has_addresses_for_every_page(
     memory.view[0] = 1
     memory.release()
     memory.release()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 def test_a_view_in_use_outlives_the_release(

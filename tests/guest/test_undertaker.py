@@ -19,6 +19,7 @@ from accelvisor.errors import ConflictError, SystemFailure, UsageError
 from accelvisor.guest.claims import claim
 from accelvisor.guest.sysfs import SysfsTransport
 from accelvisor.guest.undertaker import Undertaker, stop
+from tests.descriptors import descriptors
 
 from .pci_tree import add_device
 
@@ -218,7 +219,7 @@ def test_dma_memory_wants_a_claimed_queue(bar: Bar) -> None:
 def test_without_an_undertaker_there_is_no_dma(
     bar: Bar, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     transport = SysfsTransport(BDF, root=bar.root)
     held = claim("dev", 2, QUEUE, directory=tmp_path)
     transport.claimed(held.queue, held.fd)
@@ -228,7 +229,7 @@ def test_without_an_undertaker_there_is_no_dma(
     assert caught.value.code == "dma-unguarded"
     transport.close()
     held.release()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 def test_a_dead_undertaker_is_replaced_before_more_memory_is_given(

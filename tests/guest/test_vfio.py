@@ -24,6 +24,7 @@ from accelvisor.errors import (
 )
 from accelvisor.guest import vfio
 from accelvisor.guest.vfio import VfioTransport, bind, choose_iova, group_of, iova_ranges
+from tests.descriptors import descriptors
 
 from .pci_tree import add_device
 
@@ -186,11 +187,11 @@ def test_memory_that_cannot_be_mapped_is_a_typed_error(kernel: Kernel) -> None:
 
 
 def test_closing_leaves_no_descriptor(kernel: Kernel) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     transport = kernel.transport()
     transport.close()
     transport.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 @pytest.mark.parametrize(
@@ -204,12 +205,12 @@ def test_closing_leaves_no_descriptor(kernel: Kernel) -> None:
 def test_refusals_are_typed_and_leave_no_descriptor(
     kernel: Kernel, field: str, value: Any, error: type[Exception], code: str
 ) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     setattr(kernel, field, value)
     with pytest.raises(error) as caught:
         kernel.transport()
     assert caught.value.code == code  # type: ignore[attr-defined]
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
 
 
 def test_without_vfio_in_the_kernel(kernel: Kernel) -> None:
@@ -295,12 +296,12 @@ def test_device_addresses_stay_inside_what_the_iommu_translates(
 
 
 def test_a_forked_child_keeps_no_descriptor_and_no_map_of_the_device(kernel: Kernel) -> None:
-    before = set(os.listdir("/proc/self/fd"))
+    before = descriptors()
     transport = kernel.transport()
     fn_part = transport.window[:16]
     calls = len(kernel.calls)
     fn_part.release()
     transport.forked()
-    assert set(os.listdir("/proc/self/fd")) == before
+    assert descriptors() == before
     assert str(kernel.device) not in Path("/proc/self/maps").read_text()
     assert len(kernel.calls) == calls  # the device is the parent's: not a word to it

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +13,9 @@ from accelvisor.vfio_user.client import Client
 from accelvisor.vfio_user.negotiate import Agreement
 from accelvisor.vfio_user.server import Server
 from accelvisor.vfio_user.session import ServerSession
+from tests.descriptors import open_fds
 
 from .sample import SampleDevice
-
-
-def open_fds() -> int:
-    """Descriptors of this process, without the one that the listing itself takes."""
-    return len(os.listdir("/proc/self/fd")) - 1
 
 
 def until(condition: Callable[[], bool], what: str, deadline_s: float = 10.0) -> None:

@@ -38,8 +38,9 @@ from accelvisor.vfio_user.protocol import (
 )
 from accelvisor.vfio_user.server import Connection
 from accelvisor.vfio_user.wire import FrameReader, Message, encode_command, encode_reply
+from tests.descriptors import open_fds
 
-from .conftest import Running, open_fds
+from .conftest import Running
 from .sample import ADDRESS, BAR0_BYTES, EXCHANGE, PATTERN, WINDOW_BYTES, WRITE, SampleDevice
 
 

@@ -12,8 +12,7 @@ import pytest
 
 from accelvisor.errors import ConflictError, SystemFailure, UsageError
 from accelvisor.vfio_user.listen import MAX_PATH_BYTES, listen
-
-from .conftest import open_fds
+from tests.descriptors import open_fds
 
 
 def leftover(path: Path) -> None:

@@ -22,8 +22,9 @@ from accelvisor.vfio_user.passing import receive, send
 from accelvisor.vfio_user.protocol import HEADER, Command
 from accelvisor.vfio_user.server import Connection, Server
 from accelvisor.vfio_user.wire import FrameReader, Message, encode_command, encode_reply
+from tests.descriptors import open_fds
 
-from .conftest import Running, open_fds, until
+from .conftest import Running, until
 from .sample import SampleDevice
 
 VERSION = encode_command(0, Command.VERSION, pack_version(0, 0, own_capabilities()))

@@ -23,9 +23,9 @@ from accelvisor.vfio_user.protocol import (
 )
 from accelvisor.vfio_user.session import ServerSession
 from accelvisor.vfio_user.wire import Message, encode_command, encode_reply
+from tests.descriptors import open_fds
 
 from .asking import EVENTFD, ask, irqs, mapping, memfd, read, refused
-from .conftest import open_fds
 from .sample import BAR0_BYTES, WINDOW_BYTES, SampleDevice
 
 # --- negotiation --------------------------------------------------------------------------------

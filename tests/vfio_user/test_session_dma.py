@@ -18,9 +18,9 @@ from accelvisor.vfio_user.protocol import (
     UnmapFlag,
 )
 from accelvisor.vfio_user.session import ServerSession
+from tests.descriptors import open_fds
 
 from .asking import EVENTFD, TRIGGER, ask, irqs, mapping, memfd, read, refused
-from .conftest import open_fds
 from .sample import PATTERN, SampleDevice
 
 # --- DMA ----------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ from accelvisor.errors import CapacityError, DataError, UsageError
 from accelvisor.vfio_user.client import Client
 from accelvisor.vfio_user.protocol import PciRegion
 from accelvisor.vfio_user.transport import RAM_ADDRESS, ClientTransport
+from tests.descriptors import open_fds
 
-from .conftest import Running, open_fds
+from .conftest import Running
 from .sample import ADDRESS, EXCHANGE, MSI_CAP, PATTERN, RAISE, WINDOW_BYTES, WRITE, SampleDevice
 
 

@@ -17,8 +17,7 @@ from accelvisor.vfio_user.wire import (
     encode_error,
     encode_reply,
 )
-
-from .conftest import open_fds
+from tests.descriptors import open_fds
 
 bodies = st.lists(st.binary(max_size=200), min_size=1, max_size=8)
 

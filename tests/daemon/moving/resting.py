@@ -5,7 +5,6 @@ a ledger, a registry and domains that say what a test wants.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
@@ -312,10 +311,6 @@ def moved_ring(ring: Ring, guest: Guest) -> Ring:
     moved.guest, moved.words = guest, guest.window.cast("I")
     guest._rings.append(moved)
     return moved
-
-
-def open_fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def create(here: Host, found: Function, **options: Any) -> Entry:

@@ -34,8 +34,8 @@ from tests.daemon.moving.resting import (
     create,
     describe,
     function,
-    open_fds,
 )
+from tests.descriptors import open_fds
 from tests.function.harness import Guest, Process, call, running
 
 #: In the payload of a file's first chunk.

@@ -29,6 +29,7 @@ from accelvisor.frames.chunks import Kind
 from accelvisor.function import state as s
 from accelvisor.function.moving import SECTION_BYTES
 from accelvisor.limits import MIB
+from tests.descriptors import open_fds
 from tests.function.harness import Guest, Process, Ring, operation, running
 
 N = 150_000
@@ -225,11 +226,11 @@ def test_lent_memory_cannot_be_written(pair: tuple[Process, Process]) -> None:
 
 
 def test_memory_of_another_size_is_refused_and_closed(pair: tuple[Process, Process]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_fds()
     given = ask(Path(pair[0].spec.holder_socket), "lend", None, [], 4, 30.0)
     with pytest.raises(ProtocolError):
         Lent(given.fds, 4096, pair[0].spec.window_bytes)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_fds() == before
 
 
 # --- orders ---------------------------------------------------------------------------------------
