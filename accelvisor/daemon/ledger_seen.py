@@ -7,10 +7,9 @@ rightly as the newest. Not to a host that has seen a newer one.
 from __future__ import annotations
 
 import sqlite3
-import threading
 from pathlib import Path
-from typing import Any
 
+from accelvisor.daemon.database import Database, statements
 from accelvisor.errors import DataError, StateError, UnavailableError
 from accelvisor.migration.ledger import SETTLED, Signed
 
@@ -36,22 +35,14 @@ class Seen:
 
     def __init__(self, path: Path | None = None) -> None:
         self._where = f"ledger:{path}"
-        self._lock = threading.Lock()
-        try:
-            if path is not None:
-                path.touch(mode=0o600)
-            self._db = sqlite3.connect(
-                path or ":memory:", isolation_level=None, check_same_thread=False
-            )
-        except (sqlite3.Error, OSError) as error:
-            raise self._failed(error) from error
-        self._execute("PRAGMA journal_mode = WAL")
-        self._execute("PRAGMA synchronous = FULL")
-        self._execute(_SCHEMA)
+        self._db = Database(
+            path, (statements(_SCHEMA),), failed=self._failed,
+            newer=lambda version: self._damaged(f"it is of version {version}"),
+        )  # fmt: skip
 
     def get(self, function: str) -> Signed | None:
         """The newest that was seen of a function."""
-        rows = self._execute("SELECT envelope FROM seen WHERE function = ?", (function,))
+        rows = self._db.execute("SELECT envelope FROM seen WHERE function = ?", (function,))
         try:
             return Signed.open(rows[0][0]) if rows else None
         except DataError as error:
@@ -60,7 +51,7 @@ class Seen:
     def saw(self, signed: Signed) -> None:
         """It is what is known now, unless a newer one was seen meanwhile."""
         record = signed.record
-        self._execute(
+        self._db.execute(
             "INSERT INTO seen VALUES (?, ?, ?, ?) ON CONFLICT (function) DO UPDATE"
             " SET epoch = excluded.epoch, settled = excluded.settled, envelope = excluded.envelope"
             " WHERE (excluded.epoch, excluded.settled) > (epoch, settled)",
@@ -73,15 +64,7 @@ class Seen:
         )
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
-
-    def _execute(self, sql: str, values: tuple[object, ...] = ()) -> list[tuple[Any, ...]]:
-        with self._lock:
-            try:
-                return self._db.execute(sql, values).fetchall()
-            except sqlite3.Error as error:
-                raise self._failed(error) from error
+        self._db.close()
 
     def _failed(self, error: Exception) -> StateError | UnavailableError:
         broken = isinstance(error, sqlite3.DatabaseError)
@@ -94,7 +77,7 @@ class Seen:
             hint="look at the disk",
         )
 
-    def _damaged(self, error: Exception) -> StateError:
+    def _damaged(self, error: object) -> StateError:
         return StateError(
             f"what this host has seen of the ledger is damaged: {error}",
             code="ledger-damaged",

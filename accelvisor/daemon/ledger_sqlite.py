@@ -1,9 +1,8 @@
 """The embedded ledger: one SQLite file of this host, with the peers' signed records.
 
-WAL with ``synchronous=FULL``, as the store. The file is append-only: triggers refuse a change or a
-deletion, and an index refuses a second decision of an epoch, whatever the program asks for. All
-calls run on one thread of its own; a call that is cancelled may still take effect, and is repeated
-by whoever wants to know.
+The file is append-only: triggers refuse a change or a deletion, and an index refuses a second
+decision of an epoch, whatever the program asks for. All calls run on one thread of its own; a call
+that is cancelled may still take effect, and is repeated by whoever wants to know.
 
 It knows what this host owned, moved away and took over: as the arbiter of the moves that begin
 here it is complete, of other hosts' functions it knows nothing.
@@ -13,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from accelvisor.daemon.database import Database
 from accelvisor.errors import ConflictError, StateError, UnavailableError
 from accelvisor.migration.ledger import (
     Operation,
@@ -37,7 +36,7 @@ from accelvisor.migration.ledger import (
 
 T = TypeVar("T")
 
-#: Steps of the schema; ``user_version`` counts them. Each is a list of statements.
+#: Steps of the schema.
 MIGRATIONS: Sequence[Sequence[str]] = (
     (
         """CREATE TABLE records (
@@ -79,40 +78,23 @@ class LedgerFile:
     ) -> None:
         self._host, self._signer, self._clock_ns = host, signer, clock_ns
         self._where = f"ledger:{path}"
-        try:
-            path.touch(mode=0o600)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        except (sqlite3.Error, OSError) as error:
-            raise self._failed(error) from error
-        try:
-            with self._guard():
-                self._db.execute("PRAGMA journal_mode = WAL")
-                self._db.execute("PRAGMA synchronous = FULL")
-                self._migrate()
-        except BaseException:
-            self._db.close()
-            raise
+        self._db = Database(path, MIGRATIONS, failed=self._failed, newer=self._newer)
 
     def close(self) -> None:
         self._db.close()
 
     def get(self, function: str) -> Signed | None:
-        with self._guard():
-            return self._newest(function)
+        return self._newest(function)
 
     def history(self, function: str) -> tuple[Signed, ...]:
-        with self._guard():
-            rows = self._db.execute(
-                "SELECT envelope FROM records WHERE function = ? ORDER BY id", (function,)
-            ).fetchall()
+        rows = self._db.execute(
+            "SELECT envelope FROM records WHERE function = ? ORDER BY id", (function,)
+        )
         return tuple(self._open(row[0]) for row in rows)
 
     def floor(self, function: str) -> int:
-        with self._guard():
-            row = self._db.execute(
-                "SELECT max(epoch) FROM records WHERE function = ?", (function,)
-            ).fetchone()
-        return int(row[0] or 0)
+        rows = self._db.execute("SELECT max(epoch) FROM records WHERE function = ?", (function,))
+        return int(rows[0][0] or 0)
 
     def claim(self, function: str) -> Signed:
         return self._alone(decide_claim, function)
@@ -124,7 +106,7 @@ class LedgerFile:
         self, operation: Operation, transfer: Transfer, given: Sequence[Signed] = ()
     ) -> tuple[Signed, ...]:
         """All items in one transaction. ``given``: a peer's records, kept instead of own ones."""
-        with self._transaction():
+        with self._db.transaction():
             answers = []
             for number, item in enumerate(transfer.items):
                 latest, at = self._newest(item.function), self._newest(item.function, item.epoch)
@@ -146,7 +128,7 @@ class LedgerFile:
     # --- inside ----------------------------------------------------------------------------------
 
     def _alone(self, rule: Callable[..., tuple[Record, bool]], function: str) -> Signed:
-        with self._transaction():
+        with self._db.transaction():
             newest = self._newest(function)
             latest = newest.record if newest else None
             record, new = rule(function, self._host, latest, self._clock_ns())
@@ -155,12 +137,12 @@ class LedgerFile:
     def _newest(self, function: str, epoch: int | None = None) -> Signed | None:
         # Each is one step in the index, however many epochs were aborted.
         wanted = "" if epoch is None else " AND epoch = :epoch"
-        row = self._db.execute(
+        rows = self._db.execute(
             f"SELECT envelope FROM records WHERE function = :function{wanted}"
             " ORDER BY epoch DESC, id DESC LIMIT 1",
             {"function": function, "epoch": epoch},
-        ).fetchone()
-        return self._open(row[0]) if row else None
+        )
+        return self._open(rows[0][0]) if rows else None
 
     def _append(self, signed: Signed) -> Signed:
         record = signed.record
@@ -176,39 +158,6 @@ class LedgerFile:
         except Exception as error:
             raise self._damaged(error) from error
 
-    def _migrate(self) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(MIGRATIONS):
-            raise StateError(
-                f"the ledger has schema {version}, this accelvisord knows {len(MIGRATIONS)}",
-                code="ledger-newer",
-                where=self._where,
-                hint="install the newer accelvisord again",
-            )
-        for number in range(version, len(MIGRATIONS)):
-            with self._transaction():
-                for statement in MIGRATIONS[number]:
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {number + 1}")
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._guard():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
-
     def _failed(self, error: Exception) -> StateError | UnavailableError | ConflictError:
         if isinstance(error, sqlite3.IntegrityError):
             return ConflictError(
@@ -223,6 +172,14 @@ class LedgerFile:
             code="ledger-unreachable",
             where=self._where,
             hint="look at the disk",
+        )
+
+    def _newer(self, version: int) -> StateError:
+        return StateError(
+            f"the ledger has schema {version}, this accelvisord knows {len(MIGRATIONS)}",
+            code="ledger-newer",
+            where=self._where,
+            hint="install the newer accelvisord again",
         )
 
     def _damaged(self, error: Exception) -> StateError:

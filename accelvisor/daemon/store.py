@@ -1,20 +1,19 @@
 """What the daemon must remember: functions and events, in one SQLite file.
 
-WAL with ``synchronous=FULL``: a commit that returned survives a power cut. One connection, used by
-one thread (the daemon runs all calls on a single-thread executor). ``user_version`` numbers the
-schema; :data:`MIGRATIONS` brings an older file up, each step in one transaction.
+Used by one thread at a time, but not always the one that opened it (the daemon runs all calls on a
+single-thread executor). :data:`MIGRATIONS` brings an older file up.
 """
 
 from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from accelvisor.daemon.database import Database, statements
 from accelvisor.daemon.inventory import Placement
 from accelvisor.daemon.lifecycle import State
 from accelvisor.errors import ConflictError, StateError, SystemFailure
@@ -106,20 +105,8 @@ class Store:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._where = f"store:{path}"
-        try:
-            path.touch(mode=0o600)
-            # One thread at a time uses it, but not always the one that opened it.
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        except (sqlite3.Error, OSError) as error:
-            raise self._failed(error) from error
-        try:
-            with self._guard():
-                self._db.execute("PRAGMA journal_mode = WAL")
-                self._db.execute("PRAGMA synchronous = FULL")
-                self._migrate()
-        except BaseException:
-            self._db.close()
-            raise
+        steps = [statements(script) for script in MIGRATIONS]
+        self._db = Database(path, steps, failed=self._failed, newer=self._newer)
 
     def close(self) -> None:
         self._db.close()
@@ -144,8 +131,8 @@ class Store:
     # --- functions -------------------------------------------------------------------------------
 
     def functions(self) -> list[Function]:
-        with self._guard():
-            cursor = self._db.execute("SELECT * FROM functions ORDER BY created, uuid")
+        with self._db.guard() as connection:
+            cursor = connection.execute("SELECT * FROM functions ORDER BY created, uuid")
             names = [column[0] for column in cursor.description]
             return [self._function(dict(zip(names, row, strict=True))) for row in cursor]
 
@@ -159,7 +146,7 @@ class Store:
         columns = ", ".join(row)
         marks = ", ".join(f":{name}" for name in row)
         try:
-            with self._transaction():
+            with self._db.transaction():
                 self._db.execute(f"INSERT INTO functions ({columns}) VALUES ({marks})", row)
                 return self._event("function-creating", function.uuid, message)
         except SystemFailure as error:
@@ -176,19 +163,19 @@ class Store:
         """Write the row anew, with an event in the same transaction."""
         row = _row(function)
         sets = ", ".join(f"{name} = :{name}" for name in row if name != "uuid")
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute(f"UPDATE functions SET {sets} WHERE uuid = :uuid", row)
             return self._event(kind, function.uuid, message)
 
     def delete(self, uuid: str, message: str) -> EventRecord:
-        with self._transaction():
+        with self._db.transaction():
             self._db.execute("DELETE FROM functions WHERE uuid = ?", (uuid,))
             return self._event("function-deleted", uuid, message)
 
     # --- events ----------------------------------------------------------------------------------
 
     def record(self, kind: str, subject: str, message: str) -> EventRecord:
-        with self._transaction():
+        with self._db.transaction():
             return self._event(kind, subject, message)
 
     def events(self, after: int | None = None, limit: int = 1000) -> list[EventRecord]:
@@ -200,47 +187,28 @@ class Store:
         following = (
             "SELECT id, time, kind, subject, message FROM events WHERE id > ? ORDER BY id LIMIT ?"
         )
-        with self._guard():
-            if after is None:
-                rows = self._db.execute(newest, (limit,)).fetchall()
-            else:
-                rows = self._db.execute(following, (after, limit)).fetchall()
+        if after is None:
+            rows = self._db.execute(newest, (limit,))
+        else:
+            rows = self._db.execute(following, (after, limit))
         return [EventRecord(*row) for row in rows]
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _migrate(self) -> None:
-        version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version > len(MIGRATIONS):
-            raise StateError(
-                f"the database has schema {version}, this accelvisord knows {len(MIGRATIONS)}",
-                code="store-newer",
-                where=self._where,
-                hint="install the newer accelvisord again",
-            )
-        for number in range(version, len(MIGRATIONS)):
-            # executescript would commit first: the version must move in the same transaction.
-            with self._transaction():
-                for statement in _statements(MIGRATIONS[number]):
-                    self._db.execute(statement)
-                self._db.execute(f"PRAGMA user_version = {number + 1}")
-
     def _meta(self, key: str) -> str | None:
-        with self._guard():
-            row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return str(row[0]) if row else None
+        rows = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,))
+        return str(rows[0][0]) if rows else None
 
     def _set_meta(self, key: str, value: str) -> None:
-        with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def _event(self, kind: str, subject: str, message: str) -> EventRecord:
         now = self._clock()
-        cursor = self._db.execute(
-            "INSERT INTO events (time, kind, subject, message) VALUES (?, ?, ?, ?)",
+        rows = self._db.execute(
+            "INSERT INTO events (time, kind, subject, message) VALUES (?, ?, ?, ?) RETURNING id",
             (now, kind, subject, message),
         )
-        number = int(cursor.lastrowid or 0)
+        number = int(rows[0][0])
         self._db.execute("DELETE FROM events WHERE id <= ?", (number - EVENTS_KEPT,))
         return EventRecord(number, now, kind, subject, message)
 
@@ -259,23 +227,13 @@ class Store:
         placement = Placement(card, chips, values["memory_bytes"])
         return Function(placement=placement, state=state, **values)
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._guard():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-
-    @contextmanager
-    def _guard(self) -> Iterator[None]:
-        try:
-            yield
-        except sqlite3.Error as error:
-            raise self._failed(error) from error
+    def _newer(self, version: int) -> StateError:
+        return StateError(
+            f"the database has schema {version}, this accelvisord knows {len(MIGRATIONS)}",
+            code="store-newer",
+            where=self._where,
+            hint="install the newer accelvisord again",
+        )
 
     def _failed(self, error: Exception) -> StateError | SystemFailure:
         if isinstance(error, sqlite3.DatabaseError) and not isinstance(
@@ -309,8 +267,3 @@ def _row(function: Function) -> dict[str, object]:
         "domain_uuid": function.domain_uuid,
         "created": function.created,
     }
-
-
-def _statements(script: str) -> list[str]:
-    """Split a migration; comments end at their line, so none may hold a semicolon."""
-    return [part for part in (text.strip() for text in script.split(";")) if part]

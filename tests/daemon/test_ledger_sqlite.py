@@ -319,8 +319,8 @@ def test_a_file_that_cannot_be_opened_is_unreachable(tmp_path: Path) -> None:
 def test_the_file_is_its_owners_alone_and_durable(tmp_path: Path) -> None:
     ledger = opened(tmp_path / "ledger")
     assert (tmp_path / "ledger").stat().st_mode & 0o777 == 0o600
-    assert ledger._db.execute("PRAGMA synchronous").fetchone() == (2,)
-    assert ledger._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert ledger._db.execute("PRAGMA synchronous") == [(2,)]
+    assert ledger._db.execute("PRAGMA journal_mode") == [("wal",)]
     ledger.close()
 
 

@@ -102,8 +102,8 @@ def test_old_events_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_durability_is_full_and_the_file_is_private(store: Store, tmp_path: Path) -> None:
-    assert store._db.execute("PRAGMA synchronous").fetchone() == (2,)
-    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    assert store._db.execute("PRAGMA synchronous") == [(2,)]
+    assert store._db.execute("PRAGMA journal_mode") == [("wal",)]
     assert (tmp_path / "db").stat().st_mode & 0o777 == 0o600
 
 
@@ -161,5 +161,5 @@ def test_a_migration_that_fails_is_not_half_done(
     fixed = (*good, "CREATE TABLE extra (x INTEGER)")
     monkeypatch.setattr(store_module, "MIGRATIONS", fixed)
     opened = Store(tmp_path / "db", lambda: 0.0)
-    assert opened._db.execute("PRAGMA user_version").fetchone() == (len(fixed),)
+    assert opened._db.execute("PRAGMA user_version") == [(len(fixed),)]
     opened.close()

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sqlite3
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from accelvisor.daemon import atomic
+from accelvisor.daemon.database import Database
 from accelvisor.errors import SystemFailure
 from accelvisor.frames import audit
 from accelvisor.frames.audit import Event, Head
 from accelvisor.frames.verify import UsedNonces
+
+_NONCES = ("CREATE TABLE IF NOT EXISTS nonces (nonce BLOB PRIMARY KEY, until INTEGER) STRICT",)
 
 
 class AuditFile:
@@ -98,44 +101,25 @@ class Nonces:
     """
 
     def __init__(self, path: Path, clock_ns: Callable[[], int]) -> None:
-        self._path = path
         self._clock_ns = clock_ns
-        self._lock = threading.Lock()
-        try:
-            path.touch(mode=0o600)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute(
-                "CREATE TABLE IF NOT EXISTS nonces (nonce BLOB PRIMARY KEY, until INTEGER) STRICT"
-            )
-        except (sqlite3.Error, OSError) as error:
-            raise _failed(path, error) from error
+        # As :func:`_failed` for all of it: without the file nothing is loaded, whatever is wrong.
+        self._db = Database(
+            path, (_NONCES,), failed=partial(_failed, path),
+            newer=lambda version: _failed(path, f"they are of version {version}"),
+        )  # fmt: skip
 
     def seen(self, nonce: bytes) -> bool:
         """Whether it was used."""
-        with self._lock:
-            try:
-                rows = self._db.execute("SELECT 1 FROM nonces WHERE nonce = ?", (nonce,)).fetchall()
-            except sqlite3.Error as error:
-                raise _failed(self._path, error) from error
-        return bool(rows)
+        return bool(self._db.execute("SELECT 1 FROM nonces WHERE nonce = ?", (nonce,)))
 
     def use(self, nonce: bytes, until_ns: int) -> bool:
         """Use it up; False when it was used before."""
-        with self._lock:
-            try:
-                self._db.execute("DELETE FROM nonces WHERE until < ?", (self._clock_ns(),))
-                self._db.execute("INSERT INTO nonces VALUES (?, ?)", (nonce, until_ns))
-            except sqlite3.IntegrityError:
-                return False
-            except sqlite3.Error as error:
-                raise _failed(self._path, error) from error
-        return True
+        self._db.execute("DELETE FROM nonces WHERE until < ?", (self._clock_ns(),))
+        new = "INSERT OR IGNORE INTO nonces VALUES (?, ?) RETURNING 1"
+        return bool(self._db.execute(new, (nonce, until_ns)))
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        self._db.close()
 
 
 class FunctionNonces:
@@ -157,7 +141,7 @@ class FunctionNonces:
         return hashlib.sha256(nonce + self._function).digest()
 
 
-def _failed(path: Path, error: Exception) -> SystemFailure:
+def _failed(path: Path, error: object) -> SystemFailure:
     return SystemFailure(
         f"the records of verifications cannot be kept: {error}",
         code="audit-io",

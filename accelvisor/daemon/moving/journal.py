@@ -1,21 +1,17 @@
 """The journal of moves: one row a move, written before anything depends on it.
 
-Its own SQLite file with one connection, used by one thread at a time (WAL, ``synchronous=FULL``, as
-:mod:`accelvisor.daemon.store`). What a row's ``record`` holds is its side's business.
+Its own file. What a row's ``record`` holds is its side's business.
 """
 
 from __future__ import annotations
 
-import sqlite3
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from accelvisor.daemon.database import Database, statements
 from accelvisor.errors import StateError, SystemFailure
 
-VERSION = 1
 _SCHEMA = """
 CREATE TABLE moves (
     id BLOB NOT NULL,
@@ -58,39 +54,23 @@ class Journal:
     def __init__(self, path: Path, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._where = f"journal:{path}"
-        self._lock = threading.Lock()
-        try:
-            path.touch(mode=0o600)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
-            elif version != VERSION:
-                raise StateError(
-                    f"it is of version {version}", code="store-newer", where=self._where
-                )
-        except sqlite3.DatabaseError as error:
-            raise StateError(
-                f"the journal of moves is damaged: {error}", code="store-damaged", where=self._where
-            ) from error
-        except OSError as error:
-            raise self._failed(error) from error
+        self._db = Database(
+            path, (statements(_SCHEMA),), failed=self._failed, newer=self._newer,
+            damaged=self._damaged,
+        )  # fmt: skip
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        self._db.close()
 
     def start(self) -> int:
         """How often this has been called on this file, this time included."""
-        self._execute("UPDATE starts SET count = count + 1", ())
-        return int(self._execute("SELECT count FROM starts", ())[0][0])
+        self._db.execute("UPDATE starts SET count = count + 1")
+        return int(self._db.execute("SELECT count FROM starts")[0][0])
 
     def write(self, id: bytes, role: str, domain: str, state: str, record: bytes) -> None:
         """The move is in this state from here on."""
         now = self._clock()
-        self._execute(
+        self._db.execute(
             "INSERT INTO moves VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id, role) DO UPDATE"
             " SET state = excluded.state, record = excluded.record, changed = excluded.changed",
             (id, role, domain, state, record, now, now),
@@ -98,26 +78,27 @@ class Journal:
 
     def rows(self) -> list[Row]:
         """All moves, the oldest first."""
-        found = self._execute("SELECT * FROM moves ORDER BY begun, id", ())
+        found = self._db.execute("SELECT * FROM moves ORDER BY begun, id")
         return [Row(*row) for row in found]
 
     def prune(self, ended: frozenset[str]) -> None:
         """Forget the oldest of those whose state is one of ``ended``."""
         marks = ", ".join("?" * len(ended))
-        self._execute(
+        self._db.execute(
             f"DELETE FROM moves WHERE state IN ({marks}) AND rowid NOT IN (SELECT rowid FROM moves"
             " ORDER BY changed DESC LIMIT ?)",
             (*sorted(ended), KEPT),
         )
 
-    def _execute(self, sql: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
-        with self._lock:
-            try:
-                return self._db.execute(sql, values).fetchall()
-            except sqlite3.Error as error:
-                raise self._failed(error) from error
-
     def _failed(self, error: Exception) -> SystemFailure:
         return SystemFailure(
             f"the journal of moves cannot be used: {error}", code="store-io", where=self._where
+        )
+
+    def _newer(self, version: int) -> StateError:
+        return StateError(f"it is of version {version}", code="store-newer", where=self._where)
+
+    def _damaged(self, error: Exception) -> StateError:
+        return StateError(
+            f"the journal of moves is damaged: {error}", code="store-damaged", where=self._where
         )

@@ -15,9 +15,9 @@ import re
 import sqlite3
 import threading
 from pathlib import Path
-from typing import Any
 
 from accelvisor.daemon import atomic
+from accelvisor.daemon.database import Database, statements
 from accelvisor.errors import (
     CapacityError,
     ConflictError,
@@ -34,7 +34,6 @@ from accelvisor.frames.watermark import (
 )
 from accelvisor.limits import LIMITS
 
-VERSION = 1
 _SCHEMA = """
 CREATE TABLE models (
     function TEXT NOT NULL,       -- UUID
@@ -63,24 +62,16 @@ class Marks:
         self._lock = threading.Lock()
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = directory / "models.db"
-            path.touch(mode=0o600)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
-            elif version != VERSION:
-                raise self._damaged(f"its table is of version {version}")
-        except sqlite3.DatabaseError as error:
-            raise self._damaged(str(error)) from error
         except OSError as error:
             raise self._failed(error) from error
+        self._db = Database(
+            directory / "models.db", (statements(_SCHEMA),), failed=self._failed,
+            newer=lambda version: self._damaged(f"its table is of version {version}"),
+            damaged=self._damaged,
+        )  # fmt: skip
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        self._db.close()
 
     # --- keys -------------------------------------------------------------------------------------
 
@@ -145,7 +136,8 @@ class Marks:
             ConflictError: ``watermark-key-used``: a function's model is checked with it.
         """
         require_key(self.key(key_id), key_id)
-        used = self._execute("SELECT function, model FROM models WHERE key = ? LIMIT 1", (key_id,))
+        wanted = "SELECT function, model FROM models WHERE key = ? LIMIT 1"
+        used = self._db.execute(wanted, (key_id,))
         for function, model in used:
             raise ConflictError(
                 f"model {model} of function {function} is checked with it",
@@ -166,7 +158,7 @@ class Marks:
         Raises:
             StateError: ``watermark-damaged``.
         """
-        rows = self._execute(
+        rows = self._db.execute(
             "SELECT registration FROM models WHERE ? IS NULL OR function = ?"
             " ORDER BY function, model",
             (function, function),
@@ -182,25 +174,18 @@ class Marks:
         Raises:
             CapacityError: ``watermark-models``: a manifest could not name them all.
         """
-        with self._lock:
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-                for item in registrations:
-                    self._db.execute(
-                        "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?)",
-                        (item.function, item.model, item.key, encode_registration(item)),
-                    )
-                self._bounded({item.function for item in registrations})
-                self._db.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise self._failed(error) from error
-            finally:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+        with self._db.transaction() as connection:
+            for item in registrations:
+                connection.execute(
+                    "INSERT OR REPLACE INTO models VALUES (?, ?, ?, ?)",
+                    (item.function, item.model, item.key, encode_registration(item)),
+                )
+            for function in {item.function for item in registrations}:
+                _require_bounded(connection, function)
 
     def drop(self, function: str, model: str | None = None) -> int:
         """Forget a registration, or all of a function. Returns how many there were."""
-        rows = self._execute(
+        rows = self._db.execute(
             "DELETE FROM models WHERE function = ? AND (? IS NULL OR model = ?) RETURNING 1",
             (function, model, model),
         )
@@ -208,26 +193,7 @@ class Marks:
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _bounded(self, functions: set[str]) -> None:
-        for function in functions:
-            (count,) = self._db.execute(
-                "SELECT count(*) FROM models WHERE function = ?", (function,)
-            ).fetchone()
-            if count > LIMITS.manifest_models:
-                raise CapacityError(
-                    f"a function has at most {LIMITS.manifest_models} watermarked models",
-                    code="watermark-models",
-                    where="watermark",
-                )
-
-    def _execute(self, sql: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
-        with self._lock:
-            try:
-                return self._db.execute(sql, values).fetchall()
-            except sqlite3.Error as error:
-                raise self._failed(error) from error
-
-    def _damaged(self, why: str) -> StateError:
+    def _damaged(self, why: object) -> StateError:
         return StateError(
             f"the records of watermarks are damaged: {why}",
             code="watermark-damaged",
@@ -240,6 +206,18 @@ class Marks:
             f"the records of watermarks cannot be used: {error}",
             code="watermark-io",
             where=str(self._directory),
+        )
+
+
+def _require_bounded(connection: sqlite3.Connection, function: str) -> None:
+    (count,) = connection.execute(
+        "SELECT count(*) FROM models WHERE function = ?", (function,)
+    ).fetchone()
+    if count > LIMITS.manifest_models:
+        raise CapacityError(
+            f"a function has at most {LIMITS.manifest_models} watermarked models",
+            code="watermark-models",
+            where="watermark",
         )
 
 

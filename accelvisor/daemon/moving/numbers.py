@@ -8,15 +8,13 @@ A checkpoint's number is (epoch, sequence). The highest that was taken or restor
 
 from __future__ import annotations
 
-import sqlite3
-import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from accelvisor.daemon.database import Database, statements
 from accelvisor.errors import StateError, SystemFailure
 
-VERSION = 1
 _SCHEMA = """
 CREATE TABLE marks (
     function TEXT PRIMARY KEY,
@@ -64,40 +62,22 @@ class Numbers:
 
     def __init__(self, path: Path) -> None:
         self._where = f"checkpoints:{path}"
-        self._lock = threading.Lock()
-        try:
-            path.touch(mode=0o600)
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            (version,) = self._db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                self._db.executescript(f"BEGIN;{_SCHEMA}PRAGMA user_version = {VERSION};COMMIT;")
-            elif version != VERSION:
-                raise StateError(
-                    f"it is of version {version}", code="store-newer", where=self._where
-                )
-        except sqlite3.DatabaseError as error:
-            raise StateError(
-                f"the numbers of checkpoints are damaged: {error}",
-                code="store-damaged",
-                where=self._where,
-            ) from error
-        except OSError as error:
-            raise self._failed(error) from error
+        self._db = Database(
+            path, (statements(_SCHEMA),), failed=self._failed, newer=self._newer,
+            damaged=self._damaged,
+        )  # fmt: skip
 
     def close(self) -> None:
-        with self._lock:
-            self._db.close()
+        self._db.close()
 
     def mark(self, function: str) -> Mark:
         """How far it has come."""
-        rows = self._execute("SELECT epoch, sequence FROM marks WHERE function = ?", (function,))
+        rows = self._db.execute("SELECT epoch, sequence FROM marks WHERE function = ?", (function,))
         return Mark(*rows[0]) if rows else NOTHING
 
     def reached(self, function: str, mark: Mark) -> None:
         """It has come as far as that; a lower mark than the known one changes nothing."""
-        self._execute(
+        self._db.execute(
             "INSERT INTO marks VALUES (?, ?, ?) ON CONFLICT (function) DO UPDATE"
             " SET epoch = excluded.epoch, sequence = excluded.sequence"
             " WHERE (excluded.epoch, excluded.sequence) > (epoch, sequence)",
@@ -106,34 +86,37 @@ class Numbers:
 
     def begin(self, function: str, what: str, mark: Mark, digest: bytes = b"") -> None:
         """From here on a kill leaves something to be looked after."""
-        self._execute(
+        self._db.execute(
             "INSERT OR REPLACE INTO begun VALUES (?, ?, ?, ?, ?)", (function, what, *mark, digest)
         )
 
     def end(self, function: str) -> None:
         """Nothing is left to be looked after."""
-        self._execute("DELETE FROM begun WHERE function = ?", (function,))
+        self._db.execute("DELETE FROM begun WHERE function = ?", (function,))
 
     def begun(self) -> list[Begun]:
         """What was begun and not ended."""
-        rows = self._execute("SELECT function, what, epoch, sequence, digest FROM begun", ())
+        rows = self._db.execute("SELECT function, what, epoch, sequence, digest FROM begun")
         return [Begun(row[0], row[1], Mark(row[2], row[3]), row[4]) for row in rows]
 
     def forget(self, function: str) -> None:
         """The function is no more."""
-        self._execute("DELETE FROM marks WHERE function = ?", (function,))
+        self._db.execute("DELETE FROM marks WHERE function = ?", (function,))
         self.end(function)
-
-    def _execute(self, sql: str, values: tuple[object, ...]) -> list[tuple[Any, ...]]:
-        with self._lock:
-            try:
-                return self._db.execute(sql, values).fetchall()
-            except sqlite3.Error as error:
-                raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> SystemFailure:
         return SystemFailure(
             f"the numbers of checkpoints cannot be kept: {error}",
             code="store-io",
+            where=self._where,
+        )
+
+    def _newer(self, version: int) -> StateError:
+        return StateError(f"it is of version {version}", code="store-newer", where=self._where)
+
+    def _damaged(self, error: Exception) -> StateError:
+        return StateError(
+            f"the numbers of checkpoints are damaged: {error}",
+            code="store-damaged",
             where=self._where,
         )
