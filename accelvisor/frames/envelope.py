@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from accelvisor.errors import DataError
 from accelvisor.frames import canonical
-from accelvisor.frames.identity import ED25519, KEY_ID_CHARS, Signer
+from accelvisor.frames.identity import ED25519, KEY_ID_CHARS, Signer, key_id
 from accelvisor.limits import KIB, LIMITS
 
 _PREFIX = b"AVSEv1"
@@ -46,6 +46,19 @@ class PublicKey(Protocol):
 
     @property
     def holder(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class HeldKey:
+    """A public key of which nothing else is known. Is a :class:`PublicKey`."""
+
+    holder: str
+    public: bytes
+    algorithm: str = ED25519
+
+    @property
+    def key_id(self) -> str:
+        return key_id(self.public)
 
 
 @dataclass(frozen=True, slots=True)

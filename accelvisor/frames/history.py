@@ -8,31 +8,14 @@ but forgetting it would make the function nobody's.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from accelvisor.errors import DataError
-from accelvisor.frames.identity import KEY_BYTES, key_id
+from accelvisor.frames.envelope import HeldKey
+from accelvisor.frames.identity import KEY_BYTES
 from accelvisor.frames.trust import Trust
 from accelvisor.limits import LIMITS
-
-
-@dataclass(frozen=True, slots=True)
-class PastKey:
-    """A key that a host had. Is what :mod:`accelvisor.frames.envelope` calls a public key."""
-
-    host: str
-    public: bytes
-    algorithm: str = "ed25519"
-
-    @property
-    def key_id(self) -> str:
-        return key_id(self.public)
-
-    @property
-    def holder(self) -> str:
-        return self.host
 
 
 class History:
@@ -46,10 +29,10 @@ class History:
         self._hosts = dict(hosts or {})
         self._keys = {key.key_id: key for key in self}
 
-    def __iter__(self) -> Iterator[PastKey]:
-        return (PastKey(host, public) for host, keys in self._hosts.items() for public in keys)
+    def __iter__(self) -> Iterator[HeldKey]:
+        return (HeldKey(host, public) for host, keys in self._hosts.items() for public in keys)
 
-    def find(self, name: str) -> PastKey | None:
+    def find(self, name: str) -> HeldKey | None:
         """The key with this id."""
         return self._keys.get(name)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from accelvisor.frames.history import History, PastKey
+from accelvisor.frames.envelope import HeldKey
+from accelvisor.frames.history import History
 from accelvisor.frames.identity import key_id
 from accelvisor.frames.rotation import overlay, overlay_all, require_room
 from accelvisor.frames.steps import refuse
@@ -85,7 +86,7 @@ class Keyring:
         """The key with this id, whatever its time; None for an unknown or revoked one."""
         return None if name in self._revoked else self._keys.get(name)
 
-    def once(self, name: str) -> PastKey | None:
+    def once(self, name: str) -> HeldKey | None:
         """The key with this id if it ever counted here: replaced, revoked, of a host that was
         removed. For a record which a ledger holds already, as that of a function's owner: it says
         who signed it then. Whoever stole an old key can sign with it, so nothing that comes from a

@@ -19,7 +19,7 @@ from msgspec import Struct
 from accelvisor.errors import DataError
 from accelvisor.frames import canonical
 from accelvisor.frames import envelope as envelopes
-from accelvisor.frames.envelope import SignatureError
+from accelvisor.frames.envelope import HeldKey, SignatureError
 from accelvisor.frames.identity import Identity, key_id
 from accelvisor.frames.manifest import Count, Hash, KeyId, Uuid
 from accelvisor.frames.trust import Host, HostKey, Trust, Version
@@ -48,21 +48,6 @@ class Rotation(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     sealing: Hash
     created_ns: Count
     retire_ns: Count
-
-
-class _Key(Struct, frozen=True):
-    """A key as the envelope's verification wants it; the two of a rotation count as two."""
-
-    public: bytes
-    algorithm: str = "ed25519"
-
-    @property
-    def key_id(self) -> str:
-        return key_id(self.public)
-
-    @property
-    def holder(self) -> str:
-        return self.key_id
 
 
 def rotate(host: Host, old: Identity, new: Identity, *, created_ns: int, retire_ns: int) -> bytes:
@@ -108,11 +93,11 @@ def _overlay(document: Trust, envelope: bytes, *, kept: bool = False) -> Trust:
     current = host.current
     if current is None or found.old != current.key_id or found.version != host.key_version + 1:
         raise _refused("rotation-key", f"key {found.old} is not the current key of {host.name}")
-    new = _Key(found.public)
+    new = key_id(found.public)
     known = {key.key_id for other in document.hosts for key in other.keys}
-    revoked = new.key_id in document.revoked
-    if new.key_id in known or (revoked and not kept):
-        raise _refused("rotation-key", f"key {new.key_id} was used before")
+    revoked = new in document.revoked
+    if new in known or (revoked and not kept):
+        raise _refused("rotation-key", f"key {new} was used before")
     fault = _fault(envelope, current.public, found.public)
     if fault:
         raise _refused("rotation-key", fault)
@@ -144,7 +129,8 @@ def _fault(envelope: bytes, old: bytes, new: bytes) -> str:
     """Why these two keys have not both signed it; empty when they have. Each new document asks
     again about every rotation that is kept, in the daemon's event loop.
     """
-    keys = {key.key_id: key for key in (_Key(old), _Key(new))}
+    # The two count as two holders: both must have signed.
+    keys = {key_id(key): HeldKey(key_id(key), key) for key in (old, new)}
     try:
         envelopes.verify(_open(envelope)[0], keys, 2)
     except SignatureError as error:

@@ -126,7 +126,7 @@ def test_what_a_key_signed_before_it_was_revoked_can_be_read() -> None:
     for key, of in ((KEY_A, HOST_A), (KEY_B, HOST_B)):
         past = ring.once(key.key_id)
         assert past is not None
-        assert past.host == of
+        assert past.holder == of
         assert ring.find(key.key_id) is None
 
 
@@ -163,7 +163,7 @@ def test_one_host_does_not_push_out_the_keys_of_another() -> None:
         history = history.with_keys(changes.put_host(start(), many, created_ns=NOW))
     assert history.find(KEY_A.key_id) is None
     assert history.find(KEY_B.key_id) is not None
-    assert sum(past.host == HOST_A for past in history) == LIMITS.history_keys
+    assert sum(past.holder == HOST_A for past in history) == LIMITS.history_keys
     assert [*History.decode(history.encode())] == [*history]
 
 

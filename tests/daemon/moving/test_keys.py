@@ -419,6 +419,6 @@ def test_old_keys_are_known_after_a_restart_and_let_nobody_in(tmp_path: Path) ->
     again = keys(tmp_path)
     past = again.keyring.once(old.key_id)
     assert past is not None
-    assert past.host == str(PEER)
+    assert past.holder == str(PEER)
     with pytest.raises(PermissionDenied):
         again.credentials.pins.host_of(old.public)
