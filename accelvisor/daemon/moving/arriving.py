@@ -63,8 +63,9 @@ class Arriving:
         pair = await self._doors.open(move.domain_uuid)
         await pair.monitor.wait_connected(MONITOR_S)
         await pair.monitor.require_precopy()
+        paths = self._services.functions.world.paths
         for part in move.parts:
-            await self._order(part.uuid, "track", on=True)
+            await orders.control(paths, part.uuid, "track", {"on": True})
         given = await self._give_context(move, None)
         try:
             async with asyncio.timeout(self._services.settings.first_pass_s):
@@ -113,7 +114,3 @@ class Arriving:
                 given = await self._give_context(move, given)
             except AccelvisorError as error:
                 LOG.info("%s: %s", move.domain, error.message)
-
-    async def _order(self, uuid: str, method: str, **parameters: object) -> None:
-        paths = self._services.functions.world.paths.function(uuid)
-        await orders.order(paths.control_socket, method, parameters)

@@ -35,9 +35,8 @@ async def wake(
 
     async def step(method: str, **parameters: object) -> None:
         async def one(uuid: str) -> None:
-            socket = functions.world.paths.function(uuid).control_socket
             try:
-                await orders.order(socket, method, parameters)
+                await orders.control(functions.world.paths, uuid, method, parameters)
             except AccelvisorError as error:
                 if method == "throttle":  # a process of an older version does not know the word
                     LOG.warning("function %s: %s", uuid, error.message)

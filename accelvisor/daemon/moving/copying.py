@@ -271,8 +271,8 @@ class Copying:
                 part.attached.clear()
 
     async def _last_of(self, part: Part) -> None:
-        control = self._services.functions.world.paths.function(part.uuid).control_socket
-        said = documents.described(await orders.order(control, "describe"))
+        paths = self._services.functions.world.paths
+        said = documents.described(await orders.control(paths, part.uuid, "describe"))
         if not said.tracking:
             # The digests are sums of what was sent: they would not tell what is missing.
             raise ConflictError(
@@ -281,7 +281,7 @@ class Copying:
                 where="migration",
                 hint="migrate the VM again",
             )
-        extents = await orders.order(control, "extents", expected=1)
+        extents = await orders.control(paths, part.uuid, "extents", expected=1)
         try:
             size = os.fstat(extents.fds[0]).st_size
             mapped = mmap.mmap(extents.fds[0], size, prot=mmap.PROT_READ)

@@ -438,8 +438,8 @@ class DestinationMove:
         return [wanted.function for wanted in self._wanted]
 
     async def _order(self, uuid: str, method: str, fds: Any = (), **parameters: object) -> Any:
-        path = self._services.functions.world.paths.function(uuid).control_socket
-        return await orders.order(path, method, parameters, fds, deadline_s=_ORDER_S)
+        paths = self._services.functions.world.paths
+        return await orders.control(paths, uuid, method, parameters, fds, deadline_s=_ORDER_S)
 
     def _why(self) -> AccelvisorError:
         return self.driver.error or ConflictError(

@@ -356,8 +356,8 @@ class Moves:
         )
 
     async def _context(self, domain: str, uuid: str) -> bytes:
-        paths = self._services.functions.world.paths.function(uuid)
-        said = documents.described(await orders.order(paths.control_socket, "describe"))
+        paths = self._services.functions.world.paths
+        said = documents.described(await orders.control(paths, uuid, "describe"))
         return await self._services.context(domain, uuid, bytes.fromhex(said.config))
 
     # --- QEMU -------------------------------------------------------------------------------------

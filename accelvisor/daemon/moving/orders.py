@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelvisor.daemon.function_link import parse_reply
+from accelvisor.daemon.paths import Paths
 from accelvisor.errors import DeadlineError, ProtocolError, UnavailableError
 from accelvisor.limits import LIMITS
 
@@ -53,6 +54,21 @@ async def order(
         as :func:`accelvisor.daemon.function_link.call`.
     """
     return await asyncio.to_thread(ask, path, method, parameters, fds, expected, deadline_s)
+
+
+async def control(
+    paths: Paths,
+    uuid: str,
+    method: str,
+    parameters: Mapping[str, object] | None = None,
+    fds: Sequence[int] = (),
+    *,
+    expected: int = 0,
+    deadline_s: float = LIMITS.control_reply_s,
+) -> Given:
+    """As :func:`order`, to the worker of the function ``uuid``."""
+    path = paths.function(uuid).control_socket
+    return await order(path, method, parameters, fds, expected=expected, deadline_s=deadline_s)
 
 
 def ask(

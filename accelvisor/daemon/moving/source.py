@@ -415,10 +415,7 @@ class SourceMove:
         """The same order to every function of the VM; done when all have carried it out."""
         paths = self._services.functions.world.paths
         await asyncio.gather(
-            *(
-                orders.order(paths.function(uuid).control_socket, method, parameters)
-                for uuid in self._uuids()
-            )
+            *(orders.control(paths, uuid, method, parameters) for uuid in self._uuids())
         )
 
     def _uuids(self) -> list[str]:

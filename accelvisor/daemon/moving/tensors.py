@@ -75,8 +75,7 @@ class Processes:
 
     async def places(self, function: str) -> list[Place]:
         size = self._memory_bytes(function)
-        path = self._paths.function(function).control_socket
-        return places(await orders.order(path, "objects"), size)
+        return places(await orders.control(self._paths, function, "objects"), size)
 
     async def read(self, function: str, place: Place) -> npt.NDArray[Any]:
         size = self._memory_bytes(function)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,22 +22,17 @@ class Scene:
         self.told: list[tuple[str, str]] = []
         self.states = {ONE: State.RUNNING, TWO: State.RUNNING}
 
-        async def order(path: Path, method: str, parameters: dict[str, Any]) -> None:
-            uuid = path.name
+        async def control(_: Any, uuid: str, method: str, parameters: dict[str, Any]) -> None:
             if uuid in silent:
                 raise UnavailableError("it is gone", code="function-unavailable")
             self.told.append((uuid, method if method != "migrate" else parameters["to"]))
 
-        monkeypatch.setattr(orders, "order", order)
+        monkeypatch.setattr(orders, "control", control)
 
     def wake(self, **how: bool) -> bool:
         functions: Any = SimpleNamespace(
             registry=SimpleNamespace(get=lambda uuid: SimpleNamespace(state=self.states[uuid])),
-            world=SimpleNamespace(
-                paths=SimpleNamespace(
-                    function=lambda uuid: SimpleNamespace(control_socket=Path("/run", uuid))
-                )
-            ),
+            world=SimpleNamespace(paths=None),
         )
         return asyncio.run(awakening.wake(functions, [ONE, TWO], full_speed=False, **how))
 
