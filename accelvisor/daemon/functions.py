@@ -22,6 +22,7 @@ from accelvisor.daemon import files, function_link, inventory
 from accelvisor.daemon.config import NAME, Config
 from accelvisor.daemon.inventory import Card, Profile
 from accelvisor.daemon.lifecycle import Event, State, move
+from accelvisor.daemon.names import is_uuid
 from accelvisor.daemon.paths import Paths, peer
 from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.spares import Spares
@@ -425,11 +426,7 @@ def _checked_name(name: str | None, uuid: str) -> str:
     """A name of one's own, which cannot be taken for another function's UUID."""
     if name is None:
         return uuid
-    try:
-        looks_like_uuid = bool(uuid_module.UUID(name))
-    except ValueError:
-        looks_like_uuid = False
-    if re.match(NAME, name) is None or looks_like_uuid:
+    if re.match(NAME, name) is None or is_uuid(name):
         raise UsageError(
             f'"{name[:80]}" cannot be the name of a function',
             code="name-invalid",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
+from accelvisor.daemon.names import is_uuid
 from accelvisor.errors import ConflictError
 from accelvisor.frames.identity import PublicIdentity, key_id
 from accelvisor.frames.trust import Host, Trust
@@ -42,7 +43,7 @@ def admit(
             " or accelctl trust remove HOST here, and join anew",
         )
     named = (host.name for host in trusted.hosts if host.uuid != str(uuid))
-    if name in named or (_is_uuid(name) and name != str(uuid)):
+    if name in named or (is_uuid(name) and name != str(uuid)):
         raise ConflictError(
             f'a host that joins may not be called "{name}": that is another one',
             code="trust-name-taken",
@@ -55,11 +56,3 @@ def shows(host: Host, keys: PublicIdentity) -> bool:
     """Whether these are the host's current keys."""
     current = host.current
     return current is not None and (current.public, current.sealing) == (keys.signing, keys.sealing)
-
-
-def _is_uuid(text: str) -> bool:
-    try:
-        UUID(text)
-    except ValueError:
-        return False
-    return True
