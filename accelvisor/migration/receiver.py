@@ -187,9 +187,7 @@ class Receiver:
             DataError: ``bulk-uncovered``: bytes came that none of those chunks covers; or that with
                 which the sender broke a rule.
         """
-        with self._exchange:
-            self._over = True
-            self._detach()
+        self._end()
         if isinstance(self._error, DataError):
             raise self._error
         stray = len(self._claimed.keys() | self._torn.keys())
@@ -210,12 +208,16 @@ class Receiver:
         """Close for good, and let go of the staging memory: as long as anybody looks at it, it
         cannot be unmapped.
         """
-        with self._exchange:
-            self._over = True
-            self._detach()
+        self._end()
         self._sections.clear()
 
     # --- inside ----------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """The connections that there are, and that no others come in their place."""
+        with self._exchange:
+            self._over = True
+            self._detach()
 
     def _detach(self) -> None:
         self._break(_detached())

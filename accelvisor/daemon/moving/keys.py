@@ -220,17 +220,18 @@ class Keys:
         self.admit(uuid, keys, name, again)
         now = self._clock_ns()
         known = self.keyring.effective.host(str(uuid))
+        replaced = known is not None and not admitting.shows(known, keys)
         if known is None:
             after = changes.add_host(
                 self.document, str(uuid), name, address or "-", keys, created_ns=now
             )
         else:
             after = self.document
-            if not admitting.shows(known, keys):
+            if replaced:
                 after = changes.set_key(after, str(uuid), keys, created_ns=now, retire_ns=now)
             after = _described(after, str(uuid), name, address or "-", now)
         self._adopt(after)
-        return known is not None and not admitting.shows(known, keys)
+        return replaced
 
     def remove(self, name: str) -> Host:
         """Trust a host no longer; all its keys are revoked. Returns it."""
