@@ -110,6 +110,12 @@ class Place:
                 pass
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 @asynccontextmanager
 async def serving(
     limits: Limits = LIMITS,
@@ -287,9 +293,7 @@ def test_a_second_client_does_not_wait_for_the_first() -> None:
     async def scenario() -> None:
         async with serving() as place:
             slow = asyncio.ensure_future(place.call("ListDomains"))
-            async with asyncio.timeout(5):
-                while not place.service.running:
-                    await asyncio.sleep(0)
+            await until(lambda: place.service.running > 0)
             assert await place.call("ListFunctions") == {"functions": []}
             place.service.release.set()
             assert await slow == {"domains": []}
@@ -310,9 +314,7 @@ def test_one_client_too_many_hears_so_at_once() -> None:
                 await place.call("ListFunctions")
             assert caught.value.code == "too-many-clients"
             held[0][1].close()
-            async with asyncio.timeout(5):
-                while len(place.server.clients) > 1:
-                    await asyncio.sleep(0)
+            await until(lambda: len(place.server.clients) <= 1)
             assert await place.call("ListFunctions") == {"functions": []}
             held[1][1].close()
 
@@ -382,11 +384,8 @@ def test_a_reader_that_does_not_read_is_dropped() -> None:
             reader, writer = await place.raw()
             writer.transport.pause_reading()
             writer.write(call("WatchEvents", more=True))
-            async with asyncio.timeout(10):
-                while not place.server.clients:
-                    await asyncio.sleep(0)
-                while place.server.clients:
-                    await asyncio.sleep(0.01)
+            await until(lambda: bool(place.server.clients))
+            await until(lambda: not place.server.clients)
             assert place.service.streams == 0
             assert reader
             writer.close()
@@ -402,9 +401,7 @@ def test_a_client_that_leaves_ends_its_stream() -> None:
             assert (await reply(reader))["continues"]
             assert place.service.streams == 1
             writer.close()
-            async with asyncio.timeout(10):
-                while place.service.streams:
-                    await asyncio.sleep(0)
+            await until(lambda: not place.service.streams)
 
     run(scenario)
 
@@ -443,9 +440,7 @@ def test_a_client_that_closes_its_side_gets_its_answers() -> None:
             reader, writer = await place.raw()
             writer.write(call("ListDomains") + call("ListFunctions"))
             writer.write_eof()
-            async with asyncio.timeout(5):
-                while not place.service.running:
-                    await asyncio.sleep(0)
+            await until(lambda: place.service.running > 0)
             place.service.release.set()
             assert (await reply(reader))["parameters"] == {"domains": []}
             assert (await reply(reader))["parameters"] == {"functions": []}
@@ -460,12 +455,9 @@ def test_a_client_that_is_gone_is_not_worked_for() -> None:
         async with serving() as place:
             _, writer = await place.raw()
             writer.write(call("ListDomains"))
-            async with asyncio.timeout(5):
-                while not place.service.running:
-                    await asyncio.sleep(0)
-                writer.close()
-                while not place.service.broken_off:
-                    await asyncio.sleep(0)
+            await until(lambda: place.service.running > 0)
+            writer.close()
+            await until(lambda: place.service.broken_off > 0)
 
     run(scenario)
 
@@ -476,12 +468,9 @@ def test_what_a_client_wants_no_answer_to_is_done_without_it() -> None:
             _, writer = await place.raw()
             writer.write(call("ListDomains", oneway=True))
             writer.close()
-            async with asyncio.timeout(5):
-                while not place.service.running:
-                    await asyncio.sleep(0)
-                place.service.release.set()
-                while place.service.running:
-                    await asyncio.sleep(0)
+            await until(lambda: place.service.running > 0)
+            place.service.release.set()
+            await until(lambda: not place.service.running)
             assert not place.service.broken_off
 
     run(scenario)
@@ -504,9 +493,7 @@ def test_stopping_drops_clients_and_their_calls() -> None:
         async with serving() as place:
             reader, writer = await place.raw()
             writer.write(call("ListDomains"))
-            async with asyncio.timeout(5):
-                while not place.service.running:
-                    await asyncio.sleep(0)
+            await until(lambda: place.service.running > 0)
             await place.server.stop()
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await reply(reader)

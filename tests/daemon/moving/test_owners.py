@@ -19,7 +19,7 @@ from accelvisor.daemon.paths import Paths
 from accelvisor.errors import ConfigError, ConflictError, DataError
 from accelvisor.limits import LIMITS
 from accelvisor.migration import messages as wire
-from accelvisor.migration.ledger import Record, Standing, sign
+from accelvisor.migration.ledger import Record, Signed, Standing, sign
 from accelvisor.migration.succession import Hand
 
 F = "33333333-3333-4333-8333-333333333333"
@@ -62,6 +62,14 @@ def run(folder: Path, body: Callable[[Host, Host, Host], Awaitable[None]]) -> No
 
 def part(epoch: int) -> tuple[wire.Part, ...]:
     return (wire.Part(F, epoch, b"d" * 32),)
+
+
+async def owned(host: Host) -> Signed:
+    """What the host's ledger says of a function that is its own."""
+    await host.owners.next_epoch(F)
+    mine = await host.ledger.get(F)
+    assert mine is not None
+    return mine
 
 
 async def given(source: Host, target: Host, epoch: int) -> list[bytes]:
@@ -144,9 +152,7 @@ def test_a_revoked_key_signs_no_record(tmp_path: Path) -> None:
 
 def test_a_shared_ledger_is_believed_for_signatures_of_those_who_may_write(tmp_path: Path) -> None:
     async def body(a: Host, b: Host, c: Host) -> None:
-        await a.owners.next_epoch(F)
-        mine = await a.ledger.get(F)
-        assert mine is not None
+        mine = await owned(a)
         assert judge(b.keys, mine) is Hand.RIGHT
         forged = sign(KeySigner(c.keys), mine.record)
         assert judge(b.keys, forged) is Hand.WRONG
@@ -170,9 +176,7 @@ def test_the_destination_that_a_record_names_cannot_sign_it_for_the_source(tmp_p
 
 def test_a_record_counts_however_often_the_key_was_replaced_since(tmp_path: Path) -> None:
     async def body(a: Host, b: Host, c: Host) -> None:
-        await a.owners.next_epoch(F)
-        mine = await a.ledger.get(F)
-        assert mine is not None
+        mine = await owned(a)
         old = a.keys.identity.key_id
         for _ in range(LIMITS.host_keys + 1):
             b.keys.rotated(a.keys.rotate())
@@ -184,9 +188,7 @@ def test_a_record_counts_however_often_the_key_was_replaced_since(tmp_path: Path
 
 def test_a_revoked_key_of_a_host_that_is_trusted_is_told_from_a_forgery(tmp_path: Path) -> None:
     async def body(a: Host, b: Host, c: Host) -> None:
-        await a.owners.next_epoch(F)
-        mine = await a.ledger.get(F)
-        assert mine is not None
+        mine = await owned(a)
         old = a.keys.identity.key_id
         b.keys.rotated(a.keys.rotate())
         b.keys.revoke(old)
