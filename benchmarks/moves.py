@@ -8,14 +8,13 @@ There is no QEMU here, whose own share is in the group ``migration-lab``.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 
-from accelvisor.embedded.host import EmbeddedHost
+from accelvisor.embedded.host import EmbeddedHost, free_port, join
 from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.errors import AccelvisorError
 from accelvisor.guest.function import Function
@@ -74,13 +73,12 @@ def _busy(migration: str) -> Iterator[tuple[list[EmbeddedHost], EmbeddedVm]]:
     """Two hosts, and a VM on the first one whose guest computes until the end."""
     with ExitStack() as stack:
         hosts = [
-            stack.enter_context(EmbeddedHost(_config(name, migration), listen=_free()))
+            stack.enter_context(
+                EmbeddedHost(_config(name, migration), listen=f"127.0.0.1:{free_port()}")
+            )
             for name in "ab"
         ]
-        with hosts[0].admin() as admin:
-            code = admin.call("InviteHost", {})["code"]
-        with hosts[1].admin() as admin:
-            admin.call("JoinHost", {"code": code})
+        join(*hosts)
         vm = EmbeddedVm(hosts[0], [hosts[0].create("bench")["uuid"]])
         stack.callback(vm.close)
         ended = threading.Event()
@@ -100,11 +98,6 @@ def _busy(migration: str) -> Iterator[tuple[list[EmbeddedHost], EmbeddedVm]]:
 
 def _config(name: str, migration: str) -> str:
     return f'{migration}\n[libvirt]\nuri = ""\n[host]\nname = "{name}"\n{_PROFILE}'
-
-
-def _free() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return f"127.0.0.1:{taken.getsockname()[1]}"
 
 
 def _fill(function: Function) -> list[Tensor]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from accelvisor.control.client import AdminClient
 from accelvisor.daemon.paths import Paths
@@ -193,3 +194,23 @@ class EmbeddedHost:
     ) -> Function:
         """A function opened by the guest library, as a program in a VM would."""
         return Function(self.connect(function, ram_bytes=ram_bytes), timeout_s=timeout_s)
+
+
+class Administered(Protocol):
+    """A host that has an admin socket."""
+
+    def admin(self) -> AdminClient: ...
+
+
+def join(a: Administered, b: Administered) -> None:
+    """Each trusts the other from here on."""
+    with a.admin() as admin:
+        code = admin.call("InviteHost", {})["code"]
+    with b.admin() as admin:
+        admin.call("JoinHost", {"code": code})
+
+
+def free_port() -> int:
+    """One of this machine that nobody listens on just now."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])

@@ -6,7 +6,6 @@ forged once. The same bits come out as from a VM that never moved.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelvisor.embedded import reference, report
-from accelvisor.embedded.host import EmbeddedHost
+from accelvisor.embedded.host import EmbeddedHost, free_port, join
 from accelvisor.embedded.vm import EmbeddedVm, Moved
 from accelvisor.errors import AccelvisorError, SystemFailure
 from accelvisor.guest import models
@@ -113,18 +112,13 @@ def show(say: Say, path: Path) -> bool:
 @contextmanager
 def _two_hosts() -> Iterator[tuple[EmbeddedHost, EmbeddedHost]]:
     with _host("a") as here, _host("b") as there:
-        with here.admin() as admin:
-            code = admin.call("InviteHost", {})["code"]
-        with there.admin() as admin:
-            admin.call("JoinHost", {"code": code})
+        join(here, there)
         yield here, there
 
 
 def _host(name: str) -> EmbeddedHost:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     return EmbeddedHost(
-        f'[libvirt]\nuri = ""\n[host]\nname = "{name}"\n', listen=f"127.0.0.1:{port}"
+        f'[libvirt]\nuri = ""\n[host]\nname = "{name}"\n', listen=f"127.0.0.1:{free_port()}"
     )
 
 

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from accelvisor.embedded.host import free_port, join
 from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.errors import AccelvisorError
 
 from . import ledgers
-from .moving import RAM, Guest, config, free_port, join, unmoved, wait_for
+from .moving import RAM, Guest, config, unmoved, wait_for
 from .pausing import PausingHost
 
 
@@ -64,13 +65,14 @@ class Case:
         source, destination = self.source, self.destination
         side = source if step.startswith("source:") else destination
         side.pause_at(step)
-        outcome = ["moved"]
+        outcome: list[str] = []
 
         def run() -> None:
             try:
                 self.vm.migrate(destination)
+                outcome.append("moved")
             except AccelvisorError as error:
-                outcome[0] = error.code
+                outcome.append(error.code)
 
         moving = threading.Thread(target=run, daemon=True)
         moving.start()
@@ -80,6 +82,7 @@ class Case:
         meanwhile()
         moving.join(60)
         assert not moving.is_alive()
+        assert outcome, "it ended in an error that is none of ours"
         return outcome[0]
 
     def settled(self) -> None:

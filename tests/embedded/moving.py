@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import numpy as np
 
 from accelvisor.abi import commands
 from accelvisor.abi.commands import Flag
-from accelvisor.embedded.host import EmbeddedHost
+from accelvisor.embedded.host import EmbeddedHost, free_port, join
 from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.guest import nn
 from accelvisor.guest.function import Function
@@ -33,21 +32,8 @@ ring_entries = 64
 _PATIENCE_S = 60.0
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
-
-
 def config(name: str, more: str = "") -> str:
     return f'[libvirt]\nuri = ""\n[host]\nname = "{name}"\n{more}{TINY}'
-
-
-def join(a: Any, b: Any) -> None:
-    """Each trusts the other."""
-    with a.admin() as admin:
-        code = admin.call("InviteHost", {})["code"]
-    with b.admin() as admin:
-        admin.call("JoinHost", {"code": code})
 
 
 @contextmanager

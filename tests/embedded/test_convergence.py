@@ -8,12 +8,12 @@ import threading
 
 import numpy as np
 
-from accelvisor.embedded.host import EmbeddedHost
+from accelvisor.embedded.host import EmbeddedHost, free_port, join
 from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.guest.function import Function
 from accelvisor.limits import MIB
 
-from .moving import config, free_port, join, two_hosts, wait_for
+from .moving import config, two_hosts, wait_for
 
 #: Each pass over them rewrites 2 MiB.
 N = 512 * 1024

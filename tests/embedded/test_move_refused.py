@@ -14,6 +14,7 @@ import pytest
 from accelvisor.daemon.moving import destination, driver, orders, sealing
 from accelvisor.daemon.moving.copying import Copying, Part
 from accelvisor.daemon.moving.staged import Staged
+from accelvisor.embedded.host import free_port, join
 from accelvisor.embedded.vm import EmbeddedVm
 from accelvisor.errors import AccelvisorError, CapacityError, NotFoundError
 from accelvisor.frames.chunks import Kind
@@ -22,7 +23,7 @@ from tests.amount import by_night
 from tests.descriptors import open_fds
 
 from .inprocess import InProcessHost
-from .moving import RAM, Guest, free_port, join, unmoved, wait_for
+from .moving import RAM, Guest, unmoved, wait_for
 from .proxy import Proxy
 
 NOTHING = {"functions": [], "held": [], "processes": [], "files": []}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -15,6 +14,7 @@ import msgspec
 
 from accelvisor.daemon.config import HostConfig, MigrationConfig
 from accelvisor.daemon.daemon import Daemon
+from accelvisor.embedded.host import free_port
 from tests.daemon.harness import Harness
 
 
@@ -26,13 +26,6 @@ class Pair:
     b: Harness
     daemon_a: Daemon
     daemon_b: Daemon
-
-
-def free_port() -> int:
-    """One of this machine that nobody listens on just now."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def configured(root: Path, name: str, **changes: Any) -> Harness:
