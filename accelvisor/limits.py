@@ -65,6 +65,8 @@ class Limits:
     # One file of a VM's memory (a NUMA cell's, or all of it): what the device writes into it is
     # remembered page by page while the VM moves.
     guest_file_bytes: int = 256 * GIB
+    # Of one card's host port, a second: 16 lanes of PCIe 7.0 carry a quarter of it.
+    port_rate_bytes: int = 1024 * GIB
     # What a VM's devices bring beside its RAM (video memory, memory shared with others), and the
     # list of the pages that a function wrote.
     guest_device_bytes: int = GIB
@@ -97,6 +99,9 @@ class Limits:
     control_reply_s: float = 5.0
     # Starting takes half a second; a loaded host may take ten times as long, twice over.
     function_ready_s: float = 10.0
+    # How often what functions take of a limited host port is balanced, while a card has one: a
+    # guest that begins to copy waits two of these for its share, and looking costs microseconds.
+    port_poll_s: float = 0.1
     # How often a holder is asked whether it gave up: 256 functions cost a percent of a CPU.
     function_poll_s: float = 5.0
 

@@ -30,6 +30,7 @@ from accelvisor.function.objects import (
     check_shape,
 )
 from accelvisor.function.pauses import Pauses, marking
+from accelvisor.function.port import Port
 from accelvisor.function.query import Queries
 from accelvisor.function.state import State
 from accelvisor.kernels.declare import BYTES_PER_CYCLE, ISSUE_CYCLES
@@ -98,6 +99,7 @@ class Commands:
         launcher: Launcher,
         queries: Queries,
         dma: Dma,
+        port: Port,
         attention: Callable[[], bool],
     ) -> None:
         self._state = state
@@ -112,6 +114,7 @@ class Commands:
         self._launcher = launcher
         self._queries = queries
         self._dma = dma
+        self._port = port
         self._attention = attention
         self.table: dict[int, Callable[[Where, bytes], Result | Pauses[Result]]] = {
             Opcode.CONTEXT_OPEN: self._open,
@@ -261,6 +264,7 @@ class Commands:
                 CommandStatus.LIMIT, f"{m.count} segments, the limit is {LIMITS.scatter_segments}"
             )
         raw = bytearray(m.count * abi.SEGMENT.size)
+        yield from self._port.passing(len(raw))
         yield from self._move(m.space, m.address, memoryview(raw), write=False)
         spans = Spans(raw)
         total = 0
@@ -300,6 +304,7 @@ class Commands:
         spans = yield from self._spans(source, write=False)
         for n, (address, count) in enumerate(spans):
             part = memoryview(raw)[at : at + count]
+            yield from self._port.passing(count)
             yield from self._move(source.space, address, part, write=False)
             at += count
             if n % _SEGMENTS == _SEGMENTS - 1 and self._attention():
@@ -328,8 +333,10 @@ class Commands:
         if m.space == _GUEST and not m.transfer and not m.count and m.length <= _COPY_STEP:
             # By far the most frequent: one span that moves, and is checked, in one step.
             part = self._memory.view[device : device + m.length]
-            dma = self._dma
-            if (dma.write_files if write else dma.read_files)(m.address, part):
+            dma, port = self._dma, self._port
+            moves = dma.write_files if write else dma.read_files
+            if port.holds(m.length) and moves(m.address, part):
+                port.take(m.length)
                 if not write:
                     self._memory.wrote(device, m.length)
                 return self._copied(m.length, write)
@@ -353,8 +360,11 @@ class Commands:
         for address, count in spans:
             at = max(0, min(count, skip - passed))
             while at < count:
-                step = stride(address + at, min(count - at, _COPY_STEP))
+                step = stride(address + at, min(count - at, self._port.step))
                 here = device + passed + at
+                turn = self._port.take(step)
+                if turn is not None:
+                    yield turn
                 moving = self._move(m.space, address + at, view[here : here + step], write=write)
                 if not write:
                     moving = marking(moving, partial(self._memory.wrote, here, step))
@@ -490,6 +500,7 @@ class Commands:
         for n, (address, count) in enumerate(spans):
             part, view = view[:count], view[count:]
             if part:
+                yield from self._port.passing(len(part))
                 yield from self._move(target.space, address, part, write=True)
             if n % _SEGMENTS == _SEGMENTS - 1 and self._attention():
                 yield None

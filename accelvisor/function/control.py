@@ -95,6 +95,7 @@ class Control:
             "fence": _with("on", bool, moving.fence),
             "track": _with("on", bool, moving.track),
             "throttle": _with("percent", int, self._throttle),
+            "port": _with("rate", int, self._port),
             "moved": _plain(moving.moved),
             "digests": _plain(moving.digests),
             "extents": lambda _parameters, _fds: moving.extents(),
@@ -201,6 +202,10 @@ class Control:
             raise UsageError("percent is 1 to 100", where="control")
         self._device.engine.throttle(percent)
         return {"percent": percent}
+
+    def _port(self, rate: int) -> dict[str, Any]:
+        self._device.port.set_rate(rate)
+        return {"rate": rate}
 
     def _reset(self) -> dict[str, Any]:
         migration = self._device.migration

@@ -28,6 +28,7 @@ from accelvisor.function.migrate import Migration
 from accelvisor.function.objects import Contexts, Memory, Objects
 from accelvisor.function.pci import CONFIG_BYTES, ConfigSpace
 from accelvisor.function.pool import Pool
+from accelvisor.function.port import Port
 from accelvisor.function.query import Queries
 from accelvisor.function.registers import Registers
 from accelvisor.function.remote import RemoteDma
@@ -105,12 +106,13 @@ class Device:
             self.track.file,
         )
         self.pool = Pool(spec.cores)
+        self.port = Port(state, self.engine.nudge)
         codes = Codes(self.engine.nudge)
         launcher = Launcher(state, self.memory, self.objects, self.pool)
         self.queries = Queries(state, spec, self.memory, self.objects, self.contexts)
         self.commands = Commands(
             state, self.window, spec.layout.staging, self.memory, self.objects, self.contexts,
-            codes, launcher, self.queries, self.dma, self.engine.attention,
+            codes, launcher, self.queries, self.dma, self.port, self.engine.attention,
         )  # fmt: skip
         self.frontend = Frontend(
             state, self.window, spec.layout, self.commands, self.contexts,

@@ -21,6 +21,7 @@ from accelvisor.abi.registers import QueueControl, QueueStatus
 from accelvisor.errors import DeadlineError
 from accelvisor.function import state as s
 from accelvisor.function.frontend import Frontend, Lane
+from accelvisor.function.pauses import Timed
 from accelvisor.function.placement import lower_priority
 from accelvisor.function.state import State
 
@@ -226,7 +227,7 @@ class Engine:
         while not self._attend:
             closing = [] if still else self._closing(frontend)
             if not self._close(frontend, closing):
-                self._event.wait(_LOOK_S if closing else None)
+                self._event.wait(self._patience(closing) if closing else None)
                 self._event.clear()
 
     def _closing(self, frontend: Frontend) -> list[Lane]:
@@ -276,7 +277,7 @@ class Engine:
                 if share < 100:
                     self._hold_back((clock() - began) * (100 - share) / share)
             if not progress and not self._attend:
-                self._rest(frontend, lanes, bool(closing))
+                self._rest(frontend, lanes, closing)
 
     def _hold_back(self, seconds: float) -> None:
         """Let time pass; whatever else is asked of the engine comes first."""
@@ -288,7 +289,14 @@ class Engine:
                 return
             self._event.wait(left)
 
-    def _rest(self, frontend: Frontend, lanes: list[Lane], closing: bool) -> None:
+    @staticmethod
+    def _patience(lanes: Sequence[Lane]) -> float:
+        """Seconds after which what these lanes wait for has to be asked."""
+        return min(
+            lane.blocked.left_s() if isinstance(lane.blocked, Timed) else _LOOK_S for lane in lanes
+        )
+
+    def _rest(self, frontend: Frontend, lanes: list[Lane], closing: list[Lane]) -> None:
         """Spin a little, then sleep until a doorbell, a request or a reply."""
         clock, pending = self._clock, frontend.pending
         until = clock() + self._spin_s
@@ -305,8 +313,8 @@ class Engine:
         if not self._attend and not any(pending(lane) for lane in lanes):
             self._state.count("sleeps")
             began = clock()
-            waits = closing or any(lane.blocked is not None for lane in lanes)
-            self._event.wait(_LOOK_S if waits else None)
+            waiting = closing + [lane for lane in lanes if lane.blocked is not None]
+            self._event.wait(self._patience(waiting) if waiting else None)
             # A doorbell that came at once would have been saved by a little more spinning. When it
             # was rung counts, not when this thread got a core again.
             slept = (self._rang if self._rang >= began else clock()) - began

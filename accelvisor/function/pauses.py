@@ -8,7 +8,7 @@ has reached stays in the generator, and in the cursor as far as another worker m
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar, runtime_checkable
 
 T = TypeVar("T")
 
@@ -20,6 +20,13 @@ class Waiting(Protocol):
     def writes(self) -> bool: ...
 
     def ready(self) -> bool: ...
+
+
+@runtime_checkable
+class Timed(Waiting, Protocol):
+    """One that wakes nobody: it should be asked again after ``left_s`` seconds."""
+
+    def left_s(self) -> float: ...
 
 
 Pause: TypeAlias = Waiting | None

@@ -145,9 +145,12 @@ X_TEXT_BYTES = CONTEXT_BYTES - X_TEXT
 COUNTER_NAMES = (
     "commands", "refusals", "faults", "interrupts", "doorbells", "bytes_in", "bytes_out",
     "launches", "tiles", "instructions", "snapshots", "sleeps", "resets", "requests", "connections",
+    "port_bytes", "port_waits", "port_wait_us",
 )  # fmt: skip
 K = {name: COUNTERS_AT // 8 + i for i, name in enumerate(COUNTER_NAMES)}
 W_STARTS = COUNTERS_AT // 8 + 64
+W_PORT_RATE = COUNTERS_AT // 8 + 128  # bytes a second that may pass the host port; 0: unlimited
+W_PORT_UNTIL = W_PORT_RATE + 1  # CLOCK_MONOTONIC, ns: until then what passed was more than that
 
 # --- connection: 32-bit words ---------------------------------------------------------------------
 
