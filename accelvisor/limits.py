@@ -110,6 +110,8 @@ class Limits:
     config_bytes: int = MIB
     # Of one host; each is three processes.
     functions: int = 256
+    # VMs that wait for a static function: as many as a host has functions, so the last waits for all.
+    function_waiters: int = 256
     # Of one host; they are only numbers, but every placement looks at each.
     cards: int = 64
     # Names appear in tables, file names and domain XML.
