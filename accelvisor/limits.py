@@ -70,6 +70,14 @@ class Limits:
     # What a VM's devices bring beside its RAM (video memory, memory shared with others), and the
     # list of the pages that a function wrote.
     guest_device_bytes: int = GIB
+    # Pieces of card memory that one function's segment table has entries for.
+    segments: int = 16
+    # Of one function, over all of its chips.
+    cores: int = 256
+    # Faults without a successful command between them that end in a reset of the function.
+    fault_row: int = 16
+    # Such resets within a minute before the function is quarantined: its programs do not get well.
+    fault_resets_per_minute: int = 3
     # Worker restarts within a minute before the holder gives up and answers all-ones.
     worker_restarts_per_minute: int = 30
     # Workers that may crash over one message or command, without bringing it further, before it is
@@ -110,7 +118,7 @@ class Limits:
     config_bytes: int = MIB
     # Of one host; each is three processes.
     functions: int = 256
-    # VMs that wait for a static function: as many as a host has functions, so the last waits for all.
+    # VMs that wait for a static function: as many as a host has functions.
     function_waiters: int = 256
     # Of one host; they are only numbers, but every placement looks at each.
     cards: int = 64

@@ -1,0 +1,1 @@
+"""The resource unit: what cards have, who holds which part, and how that changes. Pure."""
