@@ -75,6 +75,8 @@ class Status(IntFlag):
     FAULTED = 1 << 1  # at least one context has faulted since the last reset
     FROZEN = 1 << 2  # stopped for a checkpoint or a migration; commands wait
     BROKEN = 1 << 3  # the holder gave up: no command will complete
+    REVOKED = 1 << 4  # the function has no cores and no memory any more
+    QUARANTINED = 1 << 5  # it faulted again and again: commands wait until the host looks
 
 
 class Control(IntFlag):

@@ -33,6 +33,7 @@ class CommandStatus(IntEnum):
     DEVICE_ERROR = 0x104  # a bug of the device: reported, never hidden
     CONTEXT_STOPPED = 0x105
     ABORTED = 0x106  # reset, or the queue was disabled
+    REVOKED = 0x107  # the function's part of the card was taken away
 
     @property
     def is_fault(self) -> bool:

@@ -332,7 +332,7 @@ class Commands:
         device = tensor.address + offset
         if m.space == _GUEST and not m.transfer and not m.count and m.length <= _COPY_STEP:
             # By far the most frequent: one span that moves, and is checked, in one step.
-            part = self._memory.view[device : device + m.length]
+            part = self._memory.part(device, m.length)
             dma, port = self._dma, self._port
             moves = dma.write_files if write else dma.read_files
             if port.holds(m.length) and moves(m.address, part):
@@ -353,7 +353,6 @@ class Commands:
         spans = yield from self._spans(m, write)
         done_at = (where.cursor + s.C_POSITION64) // 2
         skip = self._u64[done_at]
-        view = self._memory.view
         stride = self._dma.stride if m.space == _GUEST else _whole
         passed = 0
         since = 0
@@ -365,7 +364,8 @@ class Commands:
                 turn = self._port.take(step)
                 if turn is not None:
                     yield turn
-                moving = self._move(m.space, address + at, view[here : here + step], write=write)
+                part = self._memory.part(here, step)
+                moving = self._move(m.space, address + at, part, write=write)
                 if not write:
                     moving = marking(moving, partial(self._memory.wrote, here, step))
                 yield from moving

@@ -22,6 +22,7 @@ from accelvisor.function import state as s
 from accelvisor.function.endpoints import open_descriptors
 from accelvisor.function.moving import Moving
 from accelvisor.function.requests import allowed, reply, taken
+from accelvisor.function.reshape import Reshaping
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.model import Refusal
 from accelvisor.vfio_user.protocol import MigState
@@ -74,7 +75,7 @@ class Control:
         self,
         device: Device,
         listener: socket.socket,
-        sandbox: Mapping[str, bool],
+        sandbox: Mapping[str, int],
         tell: Callable[[bytes, tuple[int, ...]], None],
     ) -> None:
         self._device = device
@@ -83,6 +84,7 @@ class Control:
         self._clients: dict[socket.socket, _Client] = {}
         self._selector = selectors.DefaultSelector()
         moving = Moving(device, tell)
+        reshaping = Reshaping(device)
         self._methods: dict[str, Method] = {
             "status": _plain(self._status),
             "freeze": _plain(self._freeze),
@@ -99,6 +101,7 @@ class Control:
             "moved": _plain(moving.moved),
             "digests": _plain(moving.digests),
             "extents": lambda _parameters, _fds: moving.extents(),
+            "reshape": lambda parameters, _fds: (reshaping.reshape(parameters), []),
             "load": lambda _parameters, fds: (moving.load(fds), []),
         }
 
@@ -176,6 +179,8 @@ class Control:
                     (s.FREEZE_MIGRATION, "migration"),
                     (s.FREEZE_DETACHED, "detached"),
                     (s.FREEZE_FENCED, "fenced"),
+                    (s.FREEZE_SHAPE, "shape"),
+                    (s.FREEZE_QUARANTINE, "quarantine"),
                 )
                 if u32[s.R_FREEZE] & bit
             ],
@@ -210,6 +215,7 @@ class Control:
     def _reset(self) -> dict[str, Any]:
         migration = self._device.migration
         self._device.function_reset()
+        self._device.absolve()
         with migration.lock:
             if migration.machine.state is MigState.ERROR:
                 migration.reset()  # nothing else leads out of it; a fence stays

@@ -12,10 +12,13 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
-from accelvisor.abi.registers import BAR0_BYTES, BAR_REGISTERS, BAR_WINDOW
+from accelvisor.abi.registers import BAR0_BYTES, BAR_REGISTERS, BAR_WINDOW, PAGE
 from accelvisor.errors import DeadlineError
+from accelvisor.function import shape as shapes
 from accelvisor.function import state as s
 from accelvisor.function.commands import Commands
 from accelvisor.function.descriptors import Descriptors
@@ -32,9 +35,11 @@ from accelvisor.function.port import Port
 from accelvisor.function.query import Queries
 from accelvisor.function.registers import Registers
 from accelvisor.function.remote import RemoteDma
+from accelvisor.function.shape import Shape
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import State
 from accelvisor.function.track import Track
+from accelvisor.isolation.segments import SegmentTable
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.model import DeviceInfo, IrqInfo, Refusal, RegionInfo
 from accelvisor.vfio_user.protocol import (
@@ -72,14 +77,16 @@ class Device:
         track_fd: int,
         descriptors: Descriptors,
     ) -> None:
-        self.spec = spec
+        self.shape = shapes.current(state.u8, spec)
+        self.spec = spec = _sized(spec, self.shape)
         self.state = state
+        self._take_epoch(self.shape.epoch)
+        state.u32[s.R_FREEZE] &= ~s.FREEZE_SHAPE  # whoever asked for it asks again
         self.descriptors = descriptors
         self.incoming: dict[int, int] = {}
         self.window_fd = window_fd
         self._window_map = mmap.mmap(window_fd, spec.window_bytes)
         self.window = memoryview(self._window_map)
-        memory_map = mmap.mmap(memory_fd, spec.memory_bytes)
         self.memory_fd = memory_fd
         if state.u32[s.N_LOADING]:
             # Half a loaded state is none: its records must not be believed. A reset leads on.
@@ -91,7 +98,7 @@ class Device:
         self.engine = Engine(state, self._reset_on_engine)
         self.remote = RemoteDma(self.engine.nudge, starts * 4099)
         self.track = Track(state, track_fd, spec.memory_bytes)
-        self.memory = Memory(memory_map, spec.memory_bytes, self.track)
+        self.memory = Memory(self._map_memory(memory_fd), _table(self.shape), self.track)
         self.objects = Objects(state, self.memory)
         self.contexts = Contexts(state)
         self.migration = Migration(self)
@@ -105,7 +112,7 @@ class Device:
             self.dma_lock,
             self.track.file,
         )
-        self.pool = Pool(spec.cores)
+        self.pool = Pool(max(1, spec.cores))
         self.port = Port(state, self.engine.nudge)
         codes = Codes(self.engine.nudge)
         launcher = Launcher(state, self.memory, self.objects, self.pool)
@@ -118,6 +125,8 @@ class Device:
             state, self.window, spec.layout, self.commands, self.contexts,
             self.interrupts.set_cause,
         )  # fmt: skip
+        self.frontend.revoked = self.shape.revoked
+        self.frontend.on_row = self._faulted_in_a_row
         self.registers = Registers(state, spec, self.interrupts, self)
         slot = state.u32[s.N_IRQ_SLOT]
         if slot and slot - 1 in descriptors.fds:
@@ -166,10 +175,31 @@ class Device:
         self.interrupts.clear()
         state.u32[s.R_SCRATCH] = 0
         state.u32[s.R_FAULTS] = 0
+        state.u32[s.R_ROW] = 0
         state.u64[s.R_CLOCK64] = 0
         state.count("resets")
         state.u32[s.R_RESETS] = state.u32[s.R_RESETS] + 1 & 0xFFFF_FFFF
         state.u32[s.R_RESETTING] = 0
+
+    def _faulted_in_a_row(self) -> None:
+        """On the engine's thread: begin anew; where that does not help, stand still."""
+        u64, most = self.state.u64, LIMITS.fault_resets_per_minute
+        count, now = u64[s.W_FAULT_RESETS], time.monotonic_ns()
+        slot = s.W_FAULT_TIMES + count % most
+        if count >= most and now - u64[slot] < 60_000_000_000:
+            log.warning("quarantined: faults in a row after %d resets within a minute", most)
+            self.engine.hold(s.FREEZE_QUARANTINE)
+            return
+        u64[slot] = now
+        u64[s.W_FAULT_RESETS] = count + 1
+        self.engine.reset_soon()
+
+    def absolve(self) -> None:
+        """Somebody has looked: what faulted before no longer counts."""
+        for slot in range(LIMITS.fault_resets_per_minute):
+            self.state.u64[s.W_FAULT_TIMES + slot] = 0
+        self.state.u32[s.R_ROW] = 0
+        self.engine.thaw(s.FREEZE_QUARANTINE)
 
     def reload(self) -> None:
         """The state was replaced while the engine is frozen: derive everything from it anew."""
@@ -183,10 +213,39 @@ class Device:
         """Another file is device memory from here on; its content must be described by the state
         that is loaded next. Takes ownership of ``fd``.
         """
-        self.memory.replace(mmap.mmap(fd, self.spec.memory_bytes))
+        self.memory.replace(self._map_memory(fd), self.memory.table)
         # Under the old number: the old memory is let go, and whoever owns the number still does.
         os.dup2(fd, self.memory_fd, inheritable=False)
         os.close(fd)
+
+    def take_shape(self, shape: Shape) -> None:
+        """The record in the state says so: have this size from here on. The engine is parked."""
+        self.shape = shape
+        self.spec = _sized(self.spec, shape)
+        self._take_epoch(shape.epoch)
+        self.track.stop()  # a copy that has begun is of another size
+        self.track.resize(shape.memory_bytes)
+        self.memory.replace(self._map_memory(self.memory_fd), _table(shape))
+        self.registers.reshape(self.spec)
+        self.queries.reshape(self.spec)
+        self.pool.resize(max(1, shape.cores))
+        self.frontend.revoked = shape.revoked
+        self.reload()
+
+    def take_epoch(self, epoch: int) -> None:
+        """The same shape under a newer epoch: what was resolved before is resolved again."""
+        shape = replace(self.shape, epoch=epoch)
+        shapes.install(self.state.u8, shape)
+        self.shape = shape
+        self.spec = _sized(self.spec, shape)
+        self.queries.reshape(self.spec)
+        self.memory.table = _table(shape)
+
+    def _take_epoch(self, epoch: int) -> None:
+        self.state.u32[s.R_EPOCH] = max(self.state.u32[s.R_EPOCH], epoch)
+
+    def _map_memory(self, fd: int) -> mmap.mmap:
+        return mmap.mmap(fd, max(PAGE, self.spec.memory_bytes))
 
     # --- a client comes and goes ------------------------------------------------------------------
 
@@ -340,3 +399,17 @@ class Device:
 
     def dirty_pages(self, address: int, size: int, page_size: int) -> bytes:
         return self.migration.dirty.report(address, size, page_size)
+
+
+def _sized(spec: Spec, shape: Shape) -> Spec:
+    return replace(
+        spec,
+        cores=shape.cores,
+        memory_bytes=shape.memory_bytes,
+        segments=shape.segments,
+        epoch=shape.epoch,
+    )
+
+
+def _table(shape: Shape) -> SegmentTable:
+    return SegmentTable(shape.segments, shape.epoch)

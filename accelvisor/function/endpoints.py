@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import grp
 import os
@@ -14,12 +15,25 @@ _BACKLOG = 16
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def memfd(name: str, size: int) -> int:
-    """Shared memory of a fixed size: nobody who maps it can be made to fault."""
+def memfd(name: str, size: int, *, grows: bool = False) -> int:
+    """Shared memory of a fixed size, or one that only grows: nobody who maps it can be made to
+    fault.
+    """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS & ~fcntl.F_SEAL_GROW if grows else _SEALS)
     return fd
+
+
+def has_data(fd: int) -> bool:
+    """Whether a memfd holds a page that anybody ever wrote, and nobody gave back."""
+    try:
+        os.lseek(fd, 0, os.SEEK_DATA)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return False
+    return True
 
 
 def listen(path: str, group: str = "") -> socket.socket:

@@ -149,6 +149,18 @@ class Engine:
             self._wake()
         self._wait(lambda: not self._u32[s.R_RESETTING], timeout_s, "reset")
 
+    def reset_soon(self) -> None:
+        """As :meth:`request_reset`, for the engine's own thread: at its next boundary."""
+        with self._flags:
+            self._u32[s.R_RESETTING] = 1
+            self._wake()
+
+    def hold(self, bit: int) -> None:
+        """As :meth:`freeze`, for the engine's own thread: at its next boundary."""
+        with self._flags:
+            self._u32[s.R_FREEZE] |= bit
+            self._wake()
+
     def freeze(self, bit: int, timeout_s: float) -> None:
         """Stop at the next boundary and stay there until every freeze bit is gone.
 

@@ -37,8 +37,10 @@ from accelvisor.function import state as s
 from accelvisor.function.commands import Commands, Fault, Result, Where
 from accelvisor.function.dma import DmaFault
 from accelvisor.function.objects import Contexts, Refused
-from accelvisor.function.pauses import Pauses, Waiting
+from accelvisor.function.pauses import Pauses, Waiting, finish
 from accelvisor.function.state import State
+from accelvisor.isolation.segments import Unmapped
+from accelvisor.limits import LIMITS
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +124,10 @@ class Frontend:
         self._inherited: set[int] = set()
         #: What the predecessor's death counts (blame.py).
         self.points = blame.CRASH
+        #: The function has no part of a card any more: no command is carried out.
+        self.revoked = False
+        #: Called when ``LIMITS.fault_row`` contexts faulted and no command succeeded in between.
+        self.on_row: Callable[[], None] = lambda: None
 
     # --- the rings --------------------------------------------------------------------------------
 
@@ -261,6 +267,8 @@ class Frontend:
             self._refuse(lane, entry, refusal.status, str(refusal))
         except (DmaFault, Fault) as fault:
             self._fault(lane, entry, fault.status, str(fault))
+        except Unmapped as fault:
+            self._fault(lane, entry, CommandStatus.BAD_ADDRESS, str(fault))
         except Exception as error:
             log.exception("queue %d: command %#x failed", lane.index, opcode)
             self._fault(lane, entry, CommandStatus.DEVICE_ERROR, f"{type(error).__name__}: {error}")
@@ -275,6 +283,8 @@ class Frontend:
             if self._inherited and lane.index in self._inherited:
                 self._inherited.discard(lane.index)
                 self._blame(lane.cursor)
+            if self.revoked and opcode != Opcode.QUERY:
+                raise Fault(CommandStatus.REVOKED, "the function was revoked")
             handler = self._commands.table.get(opcode)
             if handler is None:
                 raise Refused(CommandStatus.UNKNOWN_COMMAND, f"unknown command {opcode:#x}")
@@ -335,9 +345,15 @@ class Frontend:
         u32[lane.record] = _FAULTED
         self._state.count("faults")
         self._set_cause(Interrupt.FAULT)
+        if status != CommandStatus.REVOKED:
+            u32[s.R_ROW] += 1
+            if u32[s.R_ROW] == LIMITS.fault_row:
+                self.on_row()
 
     def _finish(self, lane: Lane, status: int, value: int, cycles: int) -> None:
         cursor, u32, u64 = lane.cursor, self._u32, self._u64
+        if not status and u32[s.R_ROW]:
+            u32[s.R_ROW] = 0
         u32[cursor + s.C_STATUS] = status
         u64[(cursor + s.C_VALUE64) // 2] = value
         u64[(cursor + s.C_COST64) // 2] = cycles
@@ -430,6 +446,24 @@ class Frontend:
             return False
         lane.closing = None
         return True
+
+    def revoke(self) -> None:
+        """Stop every queue for good: what is in progress completes with REVOKED, and its context is
+        closed. The engine stands still.
+        """
+        for lane in self.lanes:
+            if not self._u32[lane.record]:
+                continue
+            lane.drop()
+            self._stop(lane, CommandStatus.REVOKED, 0, "the function was revoked")
+            if self._u32[lane.cursor + s.C_PHASE] == s.PHASE_RUNNING:
+                finish(self._commands.release(lane.where))
+                self._finish(lane, CommandStatus.REVOKED, 0, 0)
+            while self._u32[lane.cursor + s.C_PHASE]:
+                self._publish(lane)
+            number = self._u32[lane.record + s.Q_CONTEXT]
+            if number:
+                finish(self._commands.close_context(lane.record, number - 1))
 
     def recover(self) -> None:
         """Take over from a worker that died: finish what must not wait, publish what is decided."""

@@ -19,20 +19,22 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from accelvisor.abi.registers import PAGE
 from accelvisor.errors import ConflictError
 from accelvisor.function import channel as ch
+from accelvisor.function import shape as shapes
 from accelvisor.function import zygote
 from accelvisor.function.doors import Doors
-from accelvisor.function.endpoints import listen, memfd, notify_ready, open_descriptors
+from accelvisor.function.endpoints import has_data, listen, memfd, notify_ready, open_descriptors
 from accelvisor.function.giveup import Answerer
 from accelvisor.function.loop import Loop
 from accelvisor.function.requests import Answer, Requests
 from accelvisor.function.spec import Spec
-from accelvisor.function.state import FD_SLOTS, STATE_BYTES, TRACK_BYTES
+from accelvisor.function.state import FD_SLOTS, FREEZE_QUARANTINE, STATE_BYTES, TRACK_BYTES
 from accelvisor.function.watchdog import LOOK_S, Watchdog
 from accelvisor.limits import LIMITS
 
@@ -46,6 +48,8 @@ class Holder:
 
     def __init__(self, spec: Spec, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec = spec
+        #: What the function begins with; the worker may have been given another since.
+        self._shape = shapes.of(spec)
         self._clock = clock
         self._loop = Loop(clock)
         self._kept: dict[int, int] = {}
@@ -64,6 +68,7 @@ class Holder:
         self._died_at = 0.0
         self._ready = False
         self._gave_up = ""
+        self._renewing = False
         self._for_good = False
         self._answerer: Answerer | None = None
         self._running = True
@@ -99,6 +104,8 @@ class Holder:
                 "status": self._status,
                 "admit": self._doors.admit,
                 "lend": self._lend,
+                "shape": self._remember,
+                "renew": self._renew,
                 "kill-worker": self._kill_worker,
                 "give-up": self._asked_to_give_up,
                 "shutdown": self._shutdown,
@@ -114,13 +121,15 @@ class Holder:
             self._end()
 
     def _make_memory(self) -> None:
-        spec = self._spec
+        shape = self._shape
         self._memfds = (
             memfd("state", STATE_BYTES),
-            memfd("window", spec.window_bytes),
-            memfd("memory", spec.memory_bytes),
+            memfd("window", self._spec.window_bytes),
+            # It may grow with the function's shape, and never shrinks under who maps it.
+            memfd("memory", max(PAGE, shape.memory_bytes), grows=True),
             memfd("track", TRACK_BYTES),
         )
+        shapes.begin(self._memfds[0], shape)
         self._watchdog = Watchdog(self._memfds[0])
 
     def _refuse_second(self) -> None:
@@ -254,6 +263,7 @@ class Holder:
             self._pid = argument
         elif kind == ch.READY:
             self._worker_pid = self._pid
+            self._renewing = False
             if self._died_at:
                 self._gap_ms = (self._clock() - self._died_at) * 1000
             if not self._ready:
@@ -264,7 +274,7 @@ class Holder:
 
     def _adopt_memory(self, fd: int) -> None:
         """A loaded state brought device memory of its own."""
-        if os.fstat(fd).st_size != self._spec.memory_bytes:
+        if os.fstat(fd).st_size < self._shape.memory_bytes:
             os.close(fd)
             return
         state, window, memory, track = self._memfds
@@ -374,6 +384,38 @@ class Holder:
         elif self._worker is None:
             self._start_worker()
 
+    def _remember(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """What the function begins with from here on, should it have to begin anew."""
+        self._shape = shapes.parse(parameters)
+        return self._shape.to_dict()
+
+    def _renew(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Begin anew between two owners: nothing is kept of what the one before could write, in
+        memory, registers, queues, or the worker's own heap and caches.
+        """
+        if self._connection is not None:
+            raise ConflictError(
+                "a client is connected", code="function-in-use", where="holder",
+                hint="stop the VM first",
+            )  # fmt: skip
+        self._remember(parameters)
+        link, self._worker = self._worker, None
+        if link is not None:
+            self._loop.forget(link.fileno())
+            link.close()
+        if self._pid:
+            _end_of(self._pid)
+        self._pid = self._worker_pid = 0
+        self._died_at, self._number = 0.0, 0
+        for slot in list(self._kept):
+            self._drop(slot)
+        for fd in self._pipe:
+            os.close(fd)
+        self._pipe = os.pipe2(os.O_CLOEXEC)
+        self._renewing = True
+        self._begin_anew()
+        return {"shape": self._shape.to_dict()}
+
     def _take_over(self) -> None:
         connection = self._connection
         if connection is None:
@@ -398,10 +440,15 @@ class Holder:
         return {
             "uuid": self._spec.uuid,
             "peer": self._doors.peer,
-            "ready": self._ready and not self._gave_up,
+            "ready": self._ready and not self._gave_up and not self._renewing,
             "gave_up": self._gave_up,
+            "quarantined": self._watchdog.frozen_by(FREEZE_QUARANTINE),
             "connected": self._connection is not None,
             "connection": self._number,
+            "data": {
+                name: has_data(fd)
+                for name, fd in zip(("window", "memory", "track"), self._memfds[1:], strict=True)
+            },
             "holder_pid": os.getpid(),
             "zygote_pid": self._zygote_pid,
             "worker_pid": self._worker_pid,

@@ -32,6 +32,7 @@ from accelvisor.function.pauses import Pauses, marking
 from accelvisor.function.placement import lower_priority
 from accelvisor.function.pool import Pool
 from accelvisor.function.state import State
+from accelvisor.isolation.segments import SegmentTable, Unmapped
 from accelvisor.kernels import programs as kernels
 from accelvisor.limits import MIB
 
@@ -129,7 +130,7 @@ class Codes:
         """Code of a program object."""
         code = self._by_digest.get(found.digest)
         if code is None:
-            raw = bytes(memory.view[found.address : found.address + found.nbytes])
+            raw = bytes(memory.part(found.address, found.nbytes))
             _, code = yield from self.load(raw)
         return code
 
@@ -187,11 +188,12 @@ class Step:
 
 @dataclass(slots=True)
 class Launch:
-    """A program on concrete memory."""
+    """A program on concrete memory: addresses that were looked up in ``table``."""
 
     code: Code
     steps: list[Step]
     scratch: int  # bytes, 0 when no operation has a hazard
+    table: SegmentTable
 
 
 class Launcher:
@@ -244,7 +246,7 @@ class Launcher:
                 )
             addresses[index] = tensor.address + offset
         views = [
-            np.ndarray(slot.shape, slot.dtype.label, self._memory.map, addresses[i])
+            self._memory.array(slot.shape, slot.dtype.label, addresses[i])
             if slot.nbytes
             else np.empty(slot.shape, slot.dtype.label)
             for i, slot in enumerate(slots)
@@ -259,7 +261,7 @@ class Launcher:
                 yield None
             steps.append(self._step(operation, views, spans))
         scratch = max((_scratch_bytes(step) for step in steps), default=0)
-        return Launch(code, steps, scratch)
+        return Launch(code, steps, scratch, self._memory.table)
 
     def _step(
         self,
@@ -291,7 +293,7 @@ class Launcher:
             at = scratch
             for p in step.hazards:
                 array = step.arrays[p]
-                step.safe[p] = np.ndarray(array.shape, array.dtype, self._memory.map, at)
+                step.safe[p] = self._memory.array(array.shape, array.dtype, at)
                 at = aligned(at + array.nbytes)
             step.scratch = (scratch, at - scratch)
 
@@ -302,8 +304,21 @@ class Launcher:
         ``attention`` says that something else wants the engine.
 
         Raises:
+            Unmapped: the function's memory is another by now than what the launch was resolved on.
             whatever a kernel raises.
         """
+        for pause in self._run(launch, cursor, repeat, attention):
+            yield pause
+            self._require(launch)
+
+    def _require(self, launch: Launch) -> None:
+        if launch.table is not self._memory.table:
+            raise Unmapped(f"resolved under epoch {launch.table.epoch}, which is over")
+
+    def _run(
+        self, launch: Launch, cursor: int, repeat: int, attention: Callable[[], bool]
+    ) -> Pauses[None]:
+        self._require(launch)
         u64 = self._state.u64
         at = (cursor + s.C_POSITION64) // 2
         mark = (cursor + s.C_SNAPSHOT64) // 2

@@ -109,7 +109,9 @@ class Migration:
             words[kept - base] = u32[kept]
         epoch = max(u32[s.R_EPOCH], words[s.R_EPOCH - base]) + 1 & 0xFFFF_FFFF
         words[s.R_EPOCH - base] = epoch
+        words[s.R_ROW - base] = 0
         u8[s.PCI_AT : s.DIGEST_END] = section
+        device.take_epoch(epoch)
         device.reload()
 
     # --- states -----------------------------------------------------------------------------------

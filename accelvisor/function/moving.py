@@ -26,14 +26,14 @@ from accelvisor.function.validate import check_rings, check_state
 from accelvisor.kernels import blas
 from accelvisor.limits import LIMITS
 from accelvisor.vfio_user.model import Refusal
-from accelvisor.vfio_user.protocol import MigState
+from accelvisor.vfio_user.protocol import PAGE_BYTES, MigState
 
 if TYPE_CHECKING:
     from accelvisor.function.device import Device
 
 SECTION_BYTES = s.DIGEST_END - s.PCI_AT
 #: Words of the state section that are the process's own, not the function's.
-_OWN = (s.R_MIGRATION, s.R_FREEZE, s.R_RESETTING, s.R_EPOCH)
+_OWN = (s.R_MIGRATION, s.R_FREEZE, s.R_RESETTING, s.R_EPOCH, s.R_ROW)
 
 
 def normal(section: bytes | bytearray | memoryview) -> bytes:
@@ -193,7 +193,7 @@ class Moving:
     def _checked(self, fds: Sequence[int]) -> tuple[bytearray, memoryview, int]:
         """Section, window and the memory's descriptor, looked at before anything is touched."""
         spec = self._device.spec
-        wanted = (SECTION_BYTES, spec.window_bytes, spec.memory_bytes)
+        wanted = (SECTION_BYTES, spec.window_bytes, max(PAGE_BYTES, spec.memory_bytes))
         for fd, nbytes in zip(fds, wanted, strict=False):
             if os.fstat(fd).st_size != nbytes:
                 raise Refusal(errno.EINVAL, "a section has another size", where="load")

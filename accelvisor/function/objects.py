@@ -15,11 +15,16 @@ slot, first fit). Rules kept at every instant:
 from __future__ import annotations
 
 import heapq
+import math
 import mmap
 import struct
 from bisect import bisect_left, insort
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.registers import PAGE
@@ -28,7 +33,10 @@ from accelvisor.function import state as s
 from accelvisor.function.pauses import Pauses, finish
 from accelvisor.function.state import State
 from accelvisor.function.track import Track
+from accelvisor.isolation.segments import SegmentTable
 from accelvisor.limits import LIMITS
+
+Array = npt.NDArray[Any]
 
 TENSOR = 1
 PROGRAM = 2
@@ -72,19 +80,44 @@ class Object:
 
 
 class Memory:
-    """Device memory: first-fit allocation over sorted live extents, and scrubbing.
+    """Device memory: first-fit allocation over sorted live extents, scrubbing, and the gate that
+    every access passes: ``part`` and ``array`` hold it against the segment table.
 
-    Who writes into ``view`` or ``map`` says so to ``wrote`` (address, bytes), after the write and
-    before the engine may be frozen.
+    Who writes into what they return says so to ``wrote`` (address, bytes), after the write and
+    before the engine may be frozen. ``view`` is for those who save, load and compare all of it.
     """
 
-    def __init__(self, mapped: mmap.mmap, nbytes: int, track: Track) -> None:
+    def __init__(self, mapped: mmap.mmap, table: SegmentTable, track: Track) -> None:
         self.map = mapped
         self.view = memoryview(mapped)
-        self.nbytes = nbytes
+        self.table = table
         self.wrote = track.memory
         self._live: list[tuple[int, int]] = []
         self._used = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are the function's: addresses below."""
+        return self.table.nbytes
+
+    def part(self, address: int, nbytes: int) -> memoryview:
+        """Bytes of the device's memory.
+
+        Raises:
+            Unmapped: not all of them are the function's.
+        """
+        self.table.check(address, nbytes, self.table.epoch)
+        return self.view[address : address + nbytes]
+
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike, address: int) -> Array:
+        """A C-contiguous array in the device's memory.
+
+        Raises:
+            Unmapped: not all of it is the function's.
+        """
+        dtype = np.dtype(dtype)
+        self.table.check(address, math.prod(shape) * dtype.itemsize, self.table.epoch)
+        return np.ndarray(shape, dtype, self.map, address)
 
     @property
     def used(self) -> int:
@@ -125,9 +158,10 @@ class Memory:
     def scrub(self, address: int, extent: int) -> Pauses[None]:
         """Zero an extent, in steps; repeatable, and quick over what was scrubbed before."""
         if extent < _PUNCH_BYTES:
-            self.view[address : address + extent] = bytes(extent)
+            self.part(address, extent)[:] = bytes(extent)
             self.wrote(address, extent)
             return
+        self.part(address, extent)
         for at in range(address, address + extent, _PUNCH_STEP):
             step = min(_PUNCH_STEP, address + extent - at)
             self.map.madvise(mmap.MADV_REMOVE, at, step)
@@ -143,8 +177,11 @@ class Memory:
         self._live.clear()
         self._used = 0
 
-    def replace(self, mapped: mmap.mmap) -> None:
-        """Another file is the device's memory from here on; the object table is read anew next."""
+    def replace(self, mapped: mmap.mmap, table: SegmentTable) -> None:
+        """Another file, or more or less of it, is the device's memory from here on; the object
+        table is read anew next.
+        """
+        self.table = table
         self.view.release()
         self.map, old = mapped, self.map
         self.view = memoryview(mapped)
@@ -266,7 +303,7 @@ class Objects:
             self._state.u8, at, 0, generation, context, dtype or 0, len(shape), 0, *dims,
             address, nbytes, pages(extent), digest.ljust(32, b"\0"),
         )  # fmt: skip
-        self._memory.view[address : address + len(content)] = content
+        self._memory.part(address, len(content))[:] = content
         self._memory.wrote(address, len(content))
         self._state.u32[at // 4] = kind
         self.version += 1

@@ -55,6 +55,10 @@ class Queries:
             raise Refused(CommandStatus.BAD_DESCRIPTOR, f"unknown query {what}")
         return msgspec.json.encode(build(context))
 
+    def reshape(self, spec: Spec) -> None:
+        """The function has another size."""
+        self._spec = spec
+
     def info(self) -> dict[str, Any]:
         """Identity, resources, state."""
         spec, u32 = self._spec, self._state.u32
@@ -72,8 +76,12 @@ class Queries:
             "objects": len(self._objects),
             "frozen": bool(u32[s.R_FREEZE]),
             "faults": u32[s.R_FAULTS],
+            "fault_resets": self._state.u64[s.W_FAULT_RESETS],
+            "quarantined": bool(u32[s.R_FREEZE] & s.FREEZE_QUARANTINE),
+            "revoked": not spec.cores,
             "resets": u32[s.R_RESETS],
             "epoch": u32[s.R_EPOCH],
+            "shape_epoch": spec.epoch,
             "worker_starts": self._state.u64[s.W_STARTS],
         }
 

@@ -32,6 +32,9 @@ _ALL = 0xFFFF_FFFF
 _READY = int(Status.READY)
 _FAULTED = int(Status.FAULTED)
 _FROZEN = int(Status.FROZEN)
+_REVOKED = int(Status.REVOKED)
+_QUARANTINED = int(Status.QUARANTINED)
+_CORES = int(Reg.CORES)
 _DOORBELL = int(Reg.DOORBELL)
 _QUEUE = int(Reg.QUEUE)
 
@@ -68,6 +71,10 @@ class Registers:
             int(Reg.FAULTS): s.R_FAULTS,
             int(Reg.WORKER_STARTS): s.W_STARTS * 2,
         }
+
+    def reshape(self, spec: Spec) -> None:
+        """The function has another size."""
+        self._constant = _constants(spec)
 
     def read(self, offset: int, count: int) -> bytes:
         """``count`` bytes from ``offset``.
@@ -152,8 +159,13 @@ class Registers:
         status = 0 if u32[s.R_RESETTING] else _READY
         if u32[s.R_FAULTS]:
             status |= _FAULTED
-        if u32[s.R_FREEZE]:
+        frozen = u32[s.R_FREEZE]
+        if frozen:
             status |= _FROZEN
+            if frozen & s.FREEZE_QUARANTINE:
+                status |= _QUARANTINED
+        if not self._constant[_CORES]:
+            status |= _REVOKED
         return status
 
     def _read_queue(self, offset: int) -> int:

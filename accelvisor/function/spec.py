@@ -10,18 +10,20 @@ import json
 import os
 import re
 import uuid as uuid_module
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 from accelvisor.abi.registers import PAGE, WindowLayout
 from accelvisor.errors import ConfigError
+from accelvisor.isolation.segments import Segment, checked
 from accelvisor.limits import KIB, LIMITS
 
 #: A UNIX socket's path has 107 bytes and its NUL.
 _SOCKET_PATH_BYTES = 107
 #: How libvirt calls the AppArmor profile of a domain, and we the socket of that domain's QEMU.
 PEER = re.compile("libvirt-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_OPTIONAL = ("socket_group", "peer", "keeper")
+_ABSENT: Mapping[str, Callable[[], int]] = {"keeper": os.geteuid, "epoch": lambda: 1}
+_OPTIONAL = ("socket_group", "peer", "keeper", "epoch", "segments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,7 @@ class Spec:
     """One function. Sizes in bytes; ``socket_group`` is QEMU's group, empty for none; ``peer`` is
     the profile of the VM whose QEMU may connect (:mod:`accelvisor.function.doors`), empty for none;
     ``keeper`` is the user that, beside root, may ask things on holder.sock and control.sock.
+    ``epoch`` and ``segments`` are what it begins with (:mod:`accelvisor.function.shape`).
     """
 
     uuid: str
@@ -45,6 +48,8 @@ class Spec:
     socket_group: str = ""
     peer: str = ""
     keeper: int = 0
+    epoch: int = 1
+    segments: tuple[Segment, ...] = ()
 
     @property
     def layout(self) -> WindowLayout:
@@ -75,15 +80,18 @@ def parse(fields: object, *, where: str = "spec") -> Spec:
         raise _bad(where, f"unknown field {unknown[0]!r}")
     values: dict[str, int | str] = {}
     for name, declared in known.items():
+        if name == "segments":
+            continue
         if name not in fields and name not in _OPTIONAL:
             raise _bad(where, f"field {name!r} is missing")
-        value = fields.get(name, os.geteuid() if name == "keeper" else "")
+        value = fields.get(name, _ABSENT[name]() if name in _ABSENT else "")
         wanted = int if declared.type == "int" else str
         if type(value) is not wanted:
             raise _bad(where, f"field {name!r} must be {wanted.__name__}, it is {value!r}")
         values[name] = value
     _check(values, where)
-    return Spec(**values)  # type: ignore[arg-type]
+    segments = _segments(fields.get("segments"), values, where)
+    return Spec(**values, segments=segments)  # type: ignore[arg-type]
 
 
 def read(path: str) -> object:
@@ -120,9 +128,12 @@ def _check(values: Mapping[str, int | str], where: str) -> None:
     if canonical != values["uuid"]:
         raise _bad(where, f"field 'uuid' is no lower-case UUID: {values['uuid']!r}")
     number("keeper", 0, 2**32 - 1)
-    number("cores", 1, 256)
+    number("epoch", 1, 2**32 - 1)
+    # Neither cores nor memory: what is left of a function that was revoked.
+    least = 1 if values["cores"] or values["memory_bytes"] else 0
+    number("cores", least, LIMITS.cores)
     number("chips", 1, 256)
-    number("memory_bytes", PAGE, LIMITS.memory_bytes)
+    number("memory_bytes", least * PAGE, LIMITS.memory_bytes)
     if int(values["memory_bytes"]) % PAGE:
         raise _bad(where, f"field 'memory_bytes' is not a multiple of {PAGE}")
     queues = number("queues", 1, LIMITS.queues)
@@ -144,6 +155,20 @@ def _check(values: Mapping[str, int | str], where: str) -> None:
             raise _bad(where, f"field {name!r} exceeds {_SOCKET_PATH_BYTES} bytes: {path}")
     if values["peer"] and not PEER.fullmatch(str(values["peer"])):
         raise _bad(where, f"field 'peer' is no profile of a VM: {values['peer']!r}")
+
+
+def _segments(rows: object, values: Mapping[str, int | str], where: str) -> tuple[Segment, ...]:
+    """Where the memory lies; empty: in one piece."""
+    memory = int(values["memory_bytes"])
+    if not rows:
+        return ()
+    try:
+        segments = checked([Segment(**row) for row in rows], where)  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise _bad(where, f"field 'segments' is no list of segments: {error}") from error
+    if segments[-1].end != memory:
+        raise _bad(where, f"field 'segments' ends at {segments[-1].end}, not 'memory_bytes'")
+    return segments
 
 
 def _bad(where: str, message: str) -> ConfigError:

@@ -17,7 +17,7 @@ from accelvisor.errors import StateError
 from accelvisor.limits import LIMITS
 
 MAGIC = 0x5445_5453_5643_4146
-VERSION = 1
+VERSION = 2
 
 QUEUES = LIMITS.queues
 CONTEXTS = LIMITS.contexts
@@ -60,7 +60,9 @@ RX_AT = DMA_AT + _up(DMA_RECORDS * DMA_BYTES)
 RX_DATA_AT = RX_AT + _PAGE
 TX_AT = RX_DATA_AT + _up(LIMITS.vfio_message_bytes)
 TX_DATA_AT = TX_AT + _PAGE
-STATE_BYTES = TX_DATA_AT + _up(LIMITS.vfio_message_bytes)
+SHAPE_AT = TX_DATA_AT + _up(LIMITS.vfio_message_bytes)  # shape.py
+SHAPE_RECORD_BYTES = 1024
+STATE_BYTES = SHAPE_AT + _PAGE
 
 # --- the track memfd (track.py): a byte a page, of device memory, then of each client file -------
 
@@ -87,12 +89,15 @@ R_MIGRATION = R + 5  # VFIO v2 device state
 R_FAULTS = R + 6
 R_FREEZE = R + 7  # Freeze bits
 R_RESETTING = R + 8  # 1 while a reset is being carried out
+R_ROW = R + 9  # faults since the last command that succeeded
 R_CLOCK64 = (REGS_AT + 64) // 8  # cycles of queues that are disabled by now
 
 FREEZE_CONTROL = 1  # asked for on the control socket
 FREEZE_MIGRATION = 2  # the device state is neither RUNNING nor PRE_COPY
 FREEZE_DETACHED = 4  # no client is connected
 FREEZE_FENCED = 8  # the daemon says who owns the function, and so far it is not here
+FREEZE_SHAPE = 16  # its part of the card is being changed
+FREEZE_QUARANTINE = 32  # it faulted too often; somebody has to look
 
 # --- queue records: words relative to queue_word(q) -----------------------------------------------
 
@@ -151,6 +156,8 @@ K = {name: COUNTERS_AT // 8 + i for i, name in enumerate(COUNTER_NAMES)}
 W_STARTS = COUNTERS_AT // 8 + 64
 W_PORT_RATE = COUNTERS_AT // 8 + 128  # bytes a second that may pass the host port; 0: unlimited
 W_PORT_UNTIL = W_PORT_RATE + 1  # CLOCK_MONOTONIC, ns: until then what passed was more than that
+W_FAULT_RESETS = W_STARTS + 1  # resets because of faults in a row
+W_FAULT_TIMES = W_STARTS + 2  # when the last of them were: nanoseconds, a ring
 
 # --- connection: 32-bit words ---------------------------------------------------------------------
 

@@ -38,11 +38,15 @@ class Track:
     def __init__(self, state: State, fd: int, memory_bytes: int) -> None:
         self._u32 = state.u32
         self._fd = fd
-        self._pages = memory_bytes >> _SHIFT
+        self.resize(memory_bytes)
         self._map = mmap.mmap(fd, s.TRACK_BYTES)
         self._marks = memoryview(self._map)
         if self.on:
             self.doubt()
+
+    def resize(self, memory_bytes: int) -> None:
+        """The device has this much memory now. Who copies it begins anew."""
+        self._pages = memory_bytes >> _SHIFT
 
     @property
     def on(self) -> bool:

@@ -48,6 +48,10 @@ class Watchdog:
         self._seen: _Seen | None = None
         self._since = 0.0
 
+    def frozen_by(self, bit: int) -> bool:
+        """Whether the function stands still for this reason."""
+        return bool(self._state.u32[s.R_FREEZE] & bit)
+
     def look(self, connection: socket.socket, number: int, worker: int, now: float) -> bool | None:
         """True when the worker is to be replaced, None when there is nothing to watch.
 

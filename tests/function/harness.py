@@ -355,7 +355,8 @@ class Local:
         spec = make_spec(Path("/tmp"), **{"memory_bytes": 16 * MIB, **changes})
         self.spec = spec
         self.fds = [memfd("state", STATE_BYTES), memfd("window", spec.window_bytes),
-                    memfd("memory", spec.memory_bytes), memfd("track", TRACK_BYTES)]  # fmt: skip
+                    memfd("memory", spec.memory_bytes, grows=True),
+                    memfd("track", TRACK_BYTES)]  # fmt: skip
         self.told: list[tuple[bytes, int]] = []
         self.held: dict[int, int] = {}
         self.fence = threading.Lock()
@@ -457,12 +458,13 @@ class _Span:
         self.view.release()
 
 
-def memfd(name: str, size: int, *, sealed: bool = True) -> int:
+def memfd(name: str, size: int, *, sealed: bool = True, grows: bool = False) -> int:
     """A memfd of ``size`` bytes, sealed against shrinking as QEMU's are."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     if sealed:
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        grow = 0 if grows else fcntl.F_SEAL_GROW
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | grow)
     return fd
 
 

@@ -26,10 +26,12 @@ from accelvisor.function.objects import (
 from accelvisor.function.pauses import finish
 from accelvisor.function.state import STATE_BYTES, TRACK_BYTES, State
 from accelvisor.function.track import Track
+from accelvisor.isolation.segments import Segment, SegmentTable
 from accelvisor.limits import LIMITS, MIB
 from tests.function.harness import memfd
 
 BYTES = 2 * MIB
+TABLE = SegmentTable((Segment(0, BYTES, 0, 0),), 1)
 
 
 class Bench:
@@ -44,7 +46,7 @@ class Bench:
 
     def again(self) -> None:
         """What a replaced worker derives."""
-        self.memory = Memory(self.map, BYTES, self.track)
+        self.memory = Memory(self.map, TABLE, self.track)
         self.objects = Objects(self.state, self.memory)
 
     def tensor(self, nbytes: int, context: int = 0) -> Object:

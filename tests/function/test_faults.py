@@ -1,0 +1,116 @@
+"""Faults in a row: a reset, and when resets do not help the function stands still with a reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from accelvisor.abi import commands as abi
+from accelvisor.abi.registers import Interrupt, QueueReg, QueueStatus, Reg, Status
+from accelvisor.abi.status import CommandStatus
+from accelvisor.function import state as s
+from accelvisor.limits import LIMITS
+from tests.function.harness import Local, Ring, running
+
+
+@pytest.fixture
+def local() -> Iterator[Local]:
+    with Local(queues=2) as made:
+        yield made
+
+
+NOWHERE = abi.Memory(0, 0, 0x10, 16, 0)
+
+
+def fault(local: Local, index: int = 0) -> None:
+    """One context that faults."""
+    ring = local.ring(index)
+    ring.open("bad")
+    done = ring.do(abi.program_load, NOWHERE)
+    assert done.status == CommandStatus.BAD_ADDRESS
+
+
+def faults_in_a_row(local: Local, count: int = LIMITS.fault_row) -> None:
+    """They count only without a success in between, which opening a context is: one that is open
+    already faults again and again, as its guest sees fit.
+    """
+    rings = [local.ring(index) for index in range(local.spec.queues)]
+    for ring in rings:
+        ring.open("bad")
+    local.state.u32[s.R_ROW] = count - 1
+    rings[0].post(abi.program_load(7, NOWHERE))
+    rings[0].submit()
+
+
+def test_sixteen_in_a_row_reset_the_function(local: Local) -> None:
+    fault(local)
+    assert local.state.u32[s.R_ROW] == 1
+    faults_in_a_row(local)
+    local.wait(lambda: local.read32(Reg.RESET_COUNT) == 1)
+    assert local.read32(Reg.FAULTS) == 0
+    assert local.state.u32[s.R_ROW] == 0
+    assert local.state.u64[s.W_FAULT_RESETS] == 1
+    ring = local.ring()
+    assert ring.register(QueueReg.STATUS) == QueueStatus.ENABLED
+    ring.open("good")
+
+
+def test_fifteen_do_not(local: Local) -> None:
+    faults_in_a_row(local, LIMITS.fault_row - 1)
+    local.wait(lambda: local.read32(Reg.FAULTS) == 1)
+    local.ring(1).open("good")  # the engine has passed the boundary at which it would reset
+    assert local.read32(Reg.RESET_COUNT) == 0
+
+
+def test_a_success_begins_to_count_anew(local: Local) -> None:
+    faults_in_a_row(local, LIMITS.fault_row - 1)
+    local.wait(lambda: local.state.u32[s.R_ROW] == LIMITS.fault_row - 1)
+    local.ring(1).open("good")
+    assert local.state.u32[s.R_ROW] == 0
+
+
+def quarantined(local: Local) -> Ring:
+    for _ in range(LIMITS.fault_resets_per_minute):
+        resets = local.read32(Reg.RESET_COUNT)
+        faults_in_a_row(local)
+        local.wait(lambda before=resets: local.read32(Reg.RESET_COUNT) > before)
+    faults_in_a_row(local)
+    local.wait(lambda: bool(local.read32(Reg.STATUS) & Status.QUARANTINED))
+    return local._rings[-1]
+
+
+def test_resets_that_do_not_help_end_in_quarantine(local: Local) -> None:
+    ring = quarantined(local)
+    assert local.read32(Reg.STATUS) & Status.FROZEN
+    assert local.read32(Reg.INTERRUPT_CAUSE) & Interrupt.FAULT
+    done = ring.ready()
+    ring.post(abi.context_open(9, 1, "more"))
+    ring.submit()
+    assert ring.ready() == done, "nothing is computed any more"
+    assert local.device.queries.info()["quarantined"]
+
+
+def test_quarantine_ends_when_somebody_has_looked(local: Local) -> None:
+    quarantined(local)
+    local.device.function_reset()
+    assert local.read32(Reg.STATUS) & Status.QUARANTINED, "the guest's own reset is not enough"
+    local.device.absolve()
+    local.ring().open("again")
+    faults_in_a_row(local)
+    local.wait(lambda: local.state.u64[s.W_FAULT_RESETS] == LIMITS.fault_resets_per_minute + 1)
+
+
+def test_the_next_worker_stands_still_too(local: Local) -> None:
+    quarantined(local)
+    local.restart()
+    assert local.read32(Reg.STATUS) & Status.QUARANTINED
+
+
+def test_the_holder_says_so_without_asking_the_worker() -> None:
+    with running() as process:
+        assert process.holder("status")["quarantined"] is False
+        with process.client():
+            pass
+        state = process.control("status")
+        assert state["quarantined"] is False
