@@ -52,24 +52,6 @@ def host_show(session: Session) -> int:
     return 0
 
 
-def card_list(session: Session) -> int:
-    reply = session.call("ListCards")
-    session.show(reply, lambda: render.cards(reply["cards"]))
-    return 0
-
-
-def card_show(session: Session) -> int:
-    reply = session.call("GetCard", card=session.options.card)
-    session.show(reply, lambda: render.card(reply["card"]))
-    return 0
-
-
-def profiles(session: Session) -> int:
-    reply = session.call("ListProfiles")
-    session.show(reply, lambda: render.profiles(reply["profiles"]))
-    return 0
-
-
 def function_create(session: Session) -> int:
     options = session.options
     reply = session.call(
@@ -360,14 +342,16 @@ def _in(module: str, name: str) -> Callable[[Session], int]:
 
 COMMANDS: Mapping[tuple[str, str | None], Callable[[Session], int]] = {
     ("host", "show"): host_show,
-    ("card", "list"): card_list,
-    ("card", "show"): card_show,
-    ("profiles", None): profiles,
+    ("card", "list"): _in("isolation", "card_list"),
+    ("card", "show"): _in("isolation", "card_show"),
+    ("profiles", None): _in("isolation", "profiles"),
     ("function", "create"): function_create,
     ("function", "list"): function_list,
     ("function", "show"): function_show,
     ("function", "delete"): function_delete,
     ("function", "reset"): function_reset,
+    ("function", "resize"): _in("isolation", "resize"),
+    ("function", "revoke"): _in("isolation", "revoke"),
     ("function", "statistics"): function_statistics,
     ("function", "selftest"): function_selftest,
     ("attach", None): attach,

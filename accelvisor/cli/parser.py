@@ -155,6 +155,15 @@ def _functions(group: _Group) -> None:
         verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
         if name == "delete":
             verb.add_argument("--force", action="store_true", help="take it from its VM first")
+    resize = group.command("resize", "give a function more or less of its card while it computes")
+    resize.add_argument("--cores", type=count, metavar="N", help="over all of its chips")
+    resize.add_argument("--memory", type=size, metavar="SIZE")
+    revoke = group.command("revoke", "take everything from a function, also while its VM runs")
+    for verb in (resize, revoke):
+        verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+        verb.add_argument(
+            "--dry-run", action="store_true", default=None, help="only show the plan"
+        )
 
 
 def _attachments(top: _Group) -> None:

@@ -76,6 +76,12 @@ def named(function: Mapping[str, Any]) -> str:
     return "-" if function["name"] == function["uuid"] else str(function["name"])
 
 
+def state(function: Mapping[str, Any]) -> str:
+    """What it is in, and what lies over that."""
+    over = "revoked" if function["revoked"] else "quarantined" if function["quarantine"] else ""
+    return f"{function['state']} ({over})" if over else str(function["state"])
+
+
 def functions(items: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {
@@ -85,7 +91,7 @@ def functions(items: Sequence[Mapping[str, Any]]) -> str:
             "CARD": item["card"],
             "CORES": str(item["cores"]),
             "MEMORY": size(item["memory_bytes"]),
-            "STATE": item["state"],
+            "STATE": state(item),
             "VM": item["domain"] or "-",
         }
         for item in items
@@ -95,71 +101,28 @@ def functions(items: Sequence[Mapping[str, Any]]) -> str:
 
 def function(item: Mapping[str, Any]) -> str:
     places = "; ".join(
-        f"chip {place['chip']}: {_numbers(place['cores'])}" for place in item["placement"]
+        f"chip {place['chip']}: {numbers(place['cores'])}" for place in item["placement"]
     )
     pairs = [
         ("name", named(item)),
         ("uuid", item["uuid"]),
-        ("state", item["state"]),
+        ("state", state(item)),
         ("profile", item["profile"]),
         ("card", item["card"]),
         ("cores", f"{item['cores']} ({places})"),
         ("memory", size(item["memory_bytes"])),
+        ("epoch", str(item["epoch"])),
+        ("policy", f"{item['policy'].replace('_', '-')}, weight {item['weight']}"),
         ("window", f"{size(item['window_bytes'])}, {item['queues']} queues"),
         ("vm", item["domain"] or "-"),
         ("vm socket", item["domain_socket"] or "-"),
         ("socket", item["socket"]),
         ("created", moment(item["created"])),
     ]
-    if item["reason"]:
-        pairs.insert(3, ("reason", item["reason"]))
+    reason = item["reason"] or item["quarantine"]
+    if reason:
+        pairs.insert(3, ("reason", reason))
     return fields(pairs)
-
-
-def cards(items: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        {
-            "CARD": item["name"],
-            "CHIPS": str(item["chips"]),
-            "CORES": str(item["cores"]),
-            "FREE": str(item["cores_free"]),
-            "MEMORY": size(item["memory_bytes"]),
-            "MEMORY FREE": size(item["memory_free"]),
-            "FUNCTIONS": str(len(item["functions"])),
-        }
-        for item in items
-    ]
-    return table(rows, "no cards are configured")
-
-
-def card(item: Mapping[str, Any]) -> str:
-    free = ", ".join(f"chip {chip}: {count}" for chip, count in enumerate(item["free_by_chip"]))
-    return fields(
-        [
-            ("card", item["name"]),
-            ("chips", f"{item['chips']} with {item['cores_per_chip']} cores each"),
-            ("cores free", f"{item['cores_free']} of {item['cores']} ({free})"),
-            ("memory free", f"{size(item['memory_free'])} of {size(item['memory_bytes'])}"),
-            ("functions", "\n".join(item["functions"]) or "-"),
-        ]
-    )
-
-
-def profiles(items: Sequence[Mapping[str, Any]]) -> str:
-    rows = [
-        {
-            "PROFILE": item["name"],
-            "CORES": str(item["cores"]),
-            "CHIPS": str(item["chips"]),
-            "MEMORY": size(item["memory_bytes"]),
-            "WINDOW": size(item["window_bytes"]),
-            "QUEUES": str(item["queues"]),
-            "FITS": str(item["fits"]),
-            "LIMIT": item["limit"],
-        }
-        for item in items
-    ]
-    return table(rows, "no profiles are configured")
 
 
 def host(item: Mapping[str, Any]) -> str:
@@ -244,7 +207,7 @@ def _value(value: object) -> str:
     return str(value)
 
 
-def _numbers(values: Sequence[int]) -> str:
+def numbers(values: Sequence[int]) -> str:
     """Ascending numbers, runs as ranges."""
     runs: list[list[int]] = []
     for value in values:

@@ -36,6 +36,8 @@ LEVELS: Mapping[str, Level] = {
     "DeleteFunction": Level.ADMIN,
     "FunctionStatistics": Level.READ,
     "ResetFunction": Level.OPERATE,
+    "ResizeFunction": Level.ADMIN,
+    "RevokeFunction": Level.ADMIN,
     "AttachFunction": Level.OPERATE,
     "DetachFunction": Level.OPERATE,
     "AdmitDomain": Level.ADMIN,

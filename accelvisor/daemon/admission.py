@@ -23,6 +23,8 @@ LOG = logging.getLogger(__name__)
 
 #: In which a domain may start with its function. "running" is its own last run, whose end may not
 #: have been heard of yet.
+#: How long the last owner's QEMU may take to hang up before the function is scrubbed (seconds).
+GONE_S = 2.0
 _USABLE = (State.READY, State.ATTACHED, State.RUNNING)
 
 
@@ -57,8 +59,17 @@ async def take(
     calls :func:`admit` next.
 
     Raises:
-        ConflictError: its state is none in which it can be taken.
+        ConflictError: its state is none in which it can be taken; ``function-not-scrubbed``;
+            ``function-revoked``.
     """
+    if function.revoked:
+        raise ConflictError(
+            f'function "{function.name}" was revoked',
+            code="function-revoked",
+            where=f"function:{function.name}",
+            hint="create another one",
+        )
+    function = await functions.scrub(function, domain_uuid)
     taken = replace(function, domain=domain, domain_uuid=domain_uuid)
     taken = taken.with_state(move(function.state, Event.TAKEN, function.name))
     words = f"{function.name} goes to domain {domain}{how}"
@@ -73,9 +84,18 @@ async def follow(functions: Functions, function: Function) -> None:
     if function.state not in _USABLE:
         return  # no process; the next one reads its specification
     try:
+        if function.revoked and function.domain_uuid is None:
+            words = f"{function.name} was revoked, and no domain has it any more"
+            await functions.end(function, words)
+            return
         await admit(functions, function)
+        function = functions.registry.find(function.uuid)
+        if function.domain_uuid is None and function.tenant is not None:
+            await functions.wait_disconnected(function.uuid, GONE_S)
+            await functions.released(function)
     except AccelvisorError as error:
-        LOG.warning("whom function %s lets in: %s", function.uuid, error.message)
+        # Whoever is to have it next has it scrubbed first.
+        LOG.warning("function %s, which another has now: %s", function.uuid, error.message)
 
 
 async def prepare(

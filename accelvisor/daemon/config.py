@@ -11,6 +11,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,10 +20,14 @@ import msgspec
 from accelvisor.abi.registers import PAGE, WindowLayout
 from accelvisor.daemon import toml_lines
 from accelvisor.errors import ConfigError
+from accelvisor.isolation import placing
+from accelvisor.isolation.resources import Card, Policy, Profile
 from accelvisor.limits import GIB, KIB, LIMITS, MIB
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 _SIZE = re.compile(r"^\s*(\d+)\s*(B|KiB|MiB|GiB)?\s*$")
+#: What Linux can be built for.
+MOST_CPUS = 8192
 _UNITS = {None: 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 Name = Annotated[str, msgspec.Meta(pattern=NAME)]
@@ -54,6 +59,8 @@ class HostConfig(_Section, frozen=True):
     """``[host]``."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # empty: the machine's host name
+    # CPUs that functions may use, as Linux writes lists: "2-7,12". Empty: all that the daemon may.
+    cpus: Annotated[str, msgspec.Meta(pattern=r"^[0-9,-]*$", max_length=1024)] = ""
 
 
 class DaemonConfig(_Section, frozen=True):
@@ -139,6 +146,14 @@ class CardConfig(_Section, frozen=True):
     chips: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
     cores_per_chip: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
     memory: Size = Size(4 * GIB)
+    # Equal parts of the memory; a function has its memory in one of them if it can.
+    banks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    # Pairs of rings for all functions together. 0: 16 for each core.
+    queues: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    # The most functions that it can be cut into (SR-IOV's TotalVFs). 0: one for each core.
+    functions: Annotated[int, msgspec.Meta(ge=0, le=LIMITS.functions)] = 0
+    # Bytes a second of DMA for all functions together, shared by weight. 0: as many as there are.
+    host_port: Size = Size(0)
 
 
 class ProfileConfig(_Section, frozen=True):
@@ -150,6 +165,11 @@ class ProfileConfig(_Section, frozen=True):
     window: Size = Size(16 * MIB)
     queues: Annotated[int, msgspec.Meta(ge=1, le=LIMITS.queues)] = 8
     ring_entries: Annotated[int, msgspec.Meta(ge=2, le=LIMITS.ring_entries)] = LIMITS.ring_entries
+    # guaranteed: host CPUs of its own. burstable: its share, and cores that nobody holds.
+    # best-effort: what the others leave.
+    policy: Policy = Policy.BURSTABLE
+    # Its share of what functions have in common: host CPUs, the card's host port, links.
+    weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
 
 
 BUILTIN_CARDS: Mapping[str, CardConfig] = {"card0": CardConfig()}
@@ -389,8 +409,11 @@ def _check_meaning(
     if len(config.cards) > LIMITS.cards:
         problem(["cards"], f"{len(config.cards)} cards, at most {LIMITS.cards}")
     for name, card in config.cards.items():
-        if card.memory < MIB or card.memory % PAGE:
-            problem(["cards", name, "memory"], "at least 1 MiB, and a multiple of 4 KiB")
+        if card.memory < MIB or card.memory % (PAGE * card.banks):
+            text = f"at least 1 MiB, and a multiple of 4 KiB for each of its {card.banks} banks"
+            problem(["cards", name, "memory"], text)
+    if host_cpus(config.host.cpus) is None:
+        problem(["host", "cpus"], f'"{config.host.cpus}" is no list of CPUs', 'write "0-3,8"')
     given = merged.get("profiles", {})
     for name, profile in config.profiles.items():
         if name in given:
@@ -420,10 +443,58 @@ def _check_profile(
             f"must be a power of two from {need} bytes ({profile.queues} queues) to 1 GiB",
             "a PCI BAR has a power-of-two size",
         )
-    if not any(
-        card.chips >= profile.chips
-        and card.cores_per_chip >= profile.cores // profile.chips
-        and card.memory >= profile.memory
-        for card in cards.values()
-    ):
-        problem(key, "fits on no card, not even an empty one", "shrink it, or enlarge a card")
+    empty = [card_of(name, item) for name, item in cards.items()]
+    # Whether the host has CPUs to give away is no question of the configuration.
+    answer = placing.plan(empty, [], replace(profile_of(name, profile), policy=Policy.BURSTABLE))
+    if answer.placement is None:
+        why = "; ".join(map(str, answer.reasons))
+        hint = f"shrink it, or enlarge a card ({why})"
+        problem(key, "fits on no card, not even an empty one", hint)
+
+
+# --- as the planner knows it -----------------------------------------------------------------
+
+
+def card_of(name: str, item: CardConfig) -> Card:
+    """The card that a section describes."""
+    cores = item.chips * item.cores_per_chip
+    return Card(
+        name,
+        item.chips,
+        item.cores_per_chip,
+        int(item.memory),
+        item.banks,
+        item.queues or 16 * cores,
+        item.functions or min(cores, LIMITS.functions),
+        int(item.host_port),
+    )
+
+
+def profile_of(name: str, item: ProfileConfig) -> Profile:
+    """The profile that a section describes."""
+    return Profile(
+        name,
+        item.cores,
+        item.chips,
+        int(item.memory),
+        int(item.window),
+        item.queues,
+        item.ring_entries,
+        item.policy,
+        item.weight,
+    )
+
+
+def host_cpus(text: str) -> tuple[int, ...] | None:
+    """The CPUs of a list such as ``0-3,8``; None for what is none. Empty: no choice was made."""
+    found: set[int] = set()
+    try:
+        for part in filter(None, text.split(",")):
+            low, _, high = part.partition("-")
+            first, last = int(low), int(high or low)
+            if not 0 <= first <= last < MOST_CPUS:
+                return None
+            found.update(range(first, last + 1))
+    except ValueError:
+        return None
+    return tuple(sorted(found))

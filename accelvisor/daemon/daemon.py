@@ -35,7 +35,9 @@ from accelvisor.daemon.moving.host import Around, MovingHost
 from accelvisor.daemon.notify import Notifier
 from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.registry import Registry
+from accelvisor.daemon.scrubs import Scrubs
 from accelvisor.daemon.service import AdminService, Identity
+from accelvisor.daemon.shaping import Shaping
 from accelvisor.daemon.store import Function, Store
 from accelvisor.daemon.supervisor import Supervisor, choose
 from accelvisor.errors import SystemFailure
@@ -131,6 +133,10 @@ class Daemon:
         supervisor = setup.supervisor or choose(setup.config.daemon.supervisor, setup.paths)
         world = World(setup.paths, supervisor, setup.clock, poll_s=setup.poll_s, fault=setup.fault)
         self._functions = Functions(registry, world, setup.config)
+        host = await registry.host_uuid(lambda: str(uuid.uuid4()))
+        self._scrubs = Scrubs(self._functions, host, _boot_id(), time.time_ns)
+        self._shaping = Shaping(self._functions, self._scrubs)
+        await self._functions.place_all()
         self._keeper = Keeper(self._functions, _boot_id())
         undo.push_async_callback(self._keeper.stop)
         repairs = await self._keeper.recover(self._progress)
@@ -148,6 +154,7 @@ class Daemon:
         self._moving = MovingHost(await self._around(registry, links))
         await self._moving.start()
         undo.push_async_callback(self._moving.stop)
+        await self._scrubs.use(self._moving.keys)
         # Clients first: libvirt may be waiting in its hook, for us, with a domain's lock held.
         await self._serve(registry, links, hub, listener)
         links.start()
@@ -179,6 +186,7 @@ class Daemon:
             hub,
             lambda: setup.examine(setup.config.libvirt.uri),
             lambda: self._keeper.view,
+            self._shaping,
         )
         service.use(self._moving)
         dispatcher = Dispatcher(service, policy(setup.config), accelvisor.__version__)

@@ -15,12 +15,11 @@ import uuid as uuid_module
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
-from accelvisor.daemon import files, function_link, inventory
-from accelvisor.daemon.config import NAME, Config
-from accelvisor.daemon.inventory import Card, Profile
+from accelvisor.daemon import files, function_link
+from accelvisor.daemon.config import NAME, Config, card_of, host_cpus, profile_of
 from accelvisor.daemon.lifecycle import Event, State, move
 from accelvisor.daemon.names import is_uuid
 from accelvisor.daemon.paths import Paths, peer
@@ -35,6 +34,9 @@ from accelvisor.errors import (
     SystemFailure,
     UsageError,
 )
+from accelvisor.isolation import placing
+from accelvisor.isolation.resources import Card, Profile
+from accelvisor.isolation.segments import lay
 from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
@@ -83,7 +85,8 @@ class Functions:
         self.registry = registry
         self.world = world
         self.configure(config)
-        self._placing = asyncio.Lock()
+        #: Held while resources are looked for, until what was found is in the store.
+        self.placing = asyncio.Lock()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._verbs: set[asyncio.Task[Any]] = set()
         #: UUIDs of functions that take part in a move: only the move decides about them.
@@ -96,28 +99,48 @@ class Functions:
         self.on_owner: Callable[[], Awaitable[None]] = _nothing
         #: Asked before a domain is let into a function; raises when another host has it.
         self.may_run: Callable[[Function], Awaitable[None]] = _nothing
+        #: Called with each function that has just got a new process, empty as it is.
+        self.on_fresh: Callable[[Function], Awaitable[None]] = _nothing
+        #: Called with each function whose process is gone for good.
+        self.on_ended: Callable[[Function], Awaitable[None]] = _nothing
+        #: Called when what functions share, host CPUs and ports, has to be divided anew.
+        self.on_shared: Callable[[], Awaitable[None]] = _nothing
+        #: Brings a change of shape that has begun to its end.
+        self.finish_change: Callable[[Function], Awaitable[Function]] = _same
+        #: Scrubs a function, or finds that it is clean, before a domain gets it; the row then.
+        self.scrub: Callable[[Function, str], Awaitable[Function]] = _same
+        #: Scrubs one that has no domain any more.
+        self.released: Callable[[Function], Awaitable[Function]] = _same
         #: Called with the UUID of each function whose process was found ready.
         self.on_ready: Callable[[str], None] = lambda uuid: None
 
     def configure(self, config: Config) -> None:
         """Take cards and profiles from a (re)loaded configuration; functions that exist stay."""
-        self.cards: Sequence[Card] = [
-            Card(name, item.chips, item.cores_per_chip, int(item.memory))
-            for name, item in config.cards.items()
-        ]
-        self.profiles: Sequence[Profile] = [
-            Profile(
-                name,
-                item.cores,
-                item.chips,
-                int(item.memory),
-                int(item.window),
-                item.queues,
-                item.ring_entries,
-            )
-            for name, item in config.profiles.items()
-        ]
+        self.cards: Sequence[Card] = [card_of(*item) for item in config.cards.items()]
+        self.profiles: Sequence[Profile] = [profile_of(*item) for item in config.profiles.items()]
+        #: Host CPUs that functions may use.
+        self.cpus: Sequence[int] = host_cpus(config.host.cpus) or sorted(os.sched_getaffinity(0))
         self.socket_group = config.daemon.socket_group
+
+    async def place_all(self) -> None:
+        """Give functions that an older accelvisord made their place in memory, queues and vectors,
+        of which it knew only the amount. Once, before anything else.
+        """
+        for function in self.registry.all():
+            if function.placement.ranges or function.revoked:
+                continue
+            card = next((item for item in self.cards if item.name == function.card), None)
+            if card is None:
+                continue  # its card is no longer configured; it goes on as it is
+            left = placing.Free(card, self.registry.held())
+            placement = replace(
+                function.placement,
+                ranges=tuple(left.ranges(function.memory_bytes)),
+                queues=tuple(left.queues[: function.queues]),
+                vector=left.vectors[0] if left.vectors else -1,
+            )
+            placed = replace(function, placement=placement)
+            await self.registry.commit(placed, "function-placed", f"{function.name} has its place")
 
     def lock(self, uuid: str) -> asyncio.Lock:
         """Held while a verb acts on the function."""
@@ -165,9 +188,13 @@ class Functions:
             function = self.registry.get(uuid)
             if function is None:
                 return
-            going = function.with_state(move(function.state, Event.MOVED, function.name), words)
-            await self.registry.commit(going, "function-deleting", f"{function.name}: {words}")
-            await self.remove(going, f"{function.name}: {words}")
+            await self.end(function, words, Event.MOVED)
+
+    async def end(self, function: Function, words: str, event: Event = Event.DELETE) -> None:
+        """From whatever it is in to nothing. The caller holds the lock."""
+        going = function.with_state(move(function.state, event, function.name), words)
+        await self.registry.commit(going, "function-deleting", f"{function.name}: {words}")
+        await self.remove(going, f"{function.name}: {words}")
 
     async def wait_disconnected(self, uuid: str, deadline_s: float) -> None:
         """Wait until no QEMU is connected, but not for ever."""
@@ -212,8 +239,17 @@ class Functions:
         paths = self.world.paths.function(function.uuid)
         return await function_link.call(paths.control_socket, "statistics")
 
-    async def start_process(self, function: Function) -> None:
-        """Write its files, start its process, wait until it is ready. The caller holds the lock."""
+    async def start_process(self, function: Function) -> Function:
+        """Write its files, start its process, wait until it is ready. The caller holds the lock.
+
+        Returns:
+            the row to commit: a new process is a new epoch, and begins with nothing.
+        """
+        if function.state is not State.CREATING:
+            function = replace(function, epoch=function.epoch + 1)
+            if self.registry.change(function.uuid) is not None:
+                words = f"{function.name} keeps its size: its process is gone"
+                await self.registry.end_change(function, "function-unchanged", words)
         spec = self.specification(function)
         files.write(self.world.paths.function(function.uuid), spec)
         self.world.fault("create:written")
@@ -223,6 +259,8 @@ class Functions:
         self.world.fault("create:started")
         await self._come_up(function)
         self.on_ready(function.uuid)
+        await self.on_fresh(function)
+        return function
 
     async def _come_up(self, function: Function) -> None:
         """Until it is ready, or has ended: then nobody needs to wait for the deadline."""
@@ -254,6 +292,7 @@ class Functions:
         await self.world.supervisor.stop(function.uuid)
         self.world.fault("delete:stopped")
         self.sweep(function.uuid)
+        await self.on_ended(function)
         self.world.fault("delete:removed")
         await self.registry.remove(function.uuid, message)
         await self.on_removed(function.uuid)
@@ -294,14 +333,14 @@ class Functions:
         self, uuid: str, name: str, profile: Profile, card: str | None
     ) -> Function:
         async with self.lock(uuid):
-            async with self._placing:
+            async with self.placing:
                 function = self._plan(uuid, name, profile, card)
                 self.world.fault("create:planned")
                 where = f"on {function.card}, profile {profile.name}"
                 await self.registry.insert(function, f"creating {name} {where}")
             self.world.fault("create:journaled")
             try:
-                await self.start_process(function)
+                function = await self.start_process(function)
                 self.world.fault("create:ready")
                 function = function.with_state(move(function.state, Event.PROCESS_READY, name))
                 await self.registry.commit(function, "function-created", f"{name} is ready")
@@ -324,7 +363,7 @@ class Functions:
             )
 
     def _plan(self, uuid: str, name: str, profile: Profile, card: str | None) -> Function:
-        placement = inventory.choose(self.cards, self.registry.held(), profile, card)
+        placement = placing.choose(self.cards, self.registry.held(), profile, card, self.cpus)
         return Function(
             uuid=uuid,
             name=name,
@@ -336,6 +375,8 @@ class Functions:
             window_bytes=profile.window_bytes,
             queues=profile.queues,
             ring_entries=profile.ring_entries,
+            policy=profile.policy,
+            weight=profile.weight,
             state=State.CREATING,
             created=self.world.clock(),
         )
@@ -363,15 +404,16 @@ class Functions:
                 return await self.revive(function)
             paths = self.world.paths.function(uuid)
             await function_link.call(paths.control_socket, "reset")
-            await self.registry.record("function-reset", uuid, f"{function.name} was reset")
+            function = replace(function, quarantine="")
+            await self.registry.commit(function, "function-reset", f"{function.name} was reset")
             return function
 
     async def revive(self, function: Function) -> Function:
         """A new process for a failed function. The caller holds the lock."""
         await self.world.supervisor.stop(function.uuid)
-        await self.start_process(function)
+        function = await self.start_process(function)
         state = move(function.state, Event.PROCESS_READY, function.name)
-        function = function.with_state(state)
+        function = replace(function.with_state(state), quarantine="")
         await self.registry.commit(
             function, "function-started", f"{function.name} has a new process"
         )
@@ -395,6 +437,8 @@ class Functions:
             "socket_group": self.socket_group,
             "peer": peer(function.domain_uuid) or "",
             "keeper": os.geteuid(),
+            "epoch": function.epoch,
+            "segments": [asdict(item) for item in lay(function.placement.ranges)],
         }
 
     def _profile(self, name: str) -> Profile:
@@ -444,6 +488,11 @@ def holding(held: set[str], uuid: str) -> Iterator[None]:
         yield
     finally:
         held.discard(uuid)
+
+
+async def _same(function: Function, *_of: object) -> Function:
+    """Nobody scrubs: there is no daemon around."""
+    return function
 
 
 async def _nothing(*_of: object) -> None:

@@ -36,6 +36,7 @@ from accelvisor.daemon.reconcile import Action, Change, Repair, View
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError
 from accelvisor.hypervisor.port import Domain
+from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
 
@@ -51,6 +52,10 @@ TOGETHER = 4
 REVIVE_S = 3.0
 #: The pause after the first failed revival, and the longest one (seconds).
 PAUSE_S = 5.0
+#: Why a function stands still, for people.
+QUARANTINED = (
+    f"its programs faulted {LIMITS.fault_row} times in a row, again and again: resets did not help"
+)
 LONGEST_PAUSE_S = 300.0
 
 
@@ -204,6 +209,7 @@ class Keeper:
                 await self._restart(function, error.message)
             return
         self.watch(function.uuid)
+        function = await self._functions.finish_change(function)
         if function.state is State.FAILED:
             function = await self._commit(function, Event.PROCESS_READY, "its process runs")
         # The daemon may have been killed between the row and what follows from it.
@@ -214,7 +220,7 @@ class Keeper:
         if function.state is State.RUNNING:  # of a boot before: no domain survived that
             function = function.with_state(move(function.state, Event.TAKEN, function.name))
         await self._functions.world.supervisor.stop(function.uuid)
-        await self._functions.start_process(function)
+        function = await self._functions.start_process(function)
         await self._commit(function, Event.PROCESS_READY, f"restarted: {why}")
 
     # --- processes that end ----------------------------------------------------------------------
@@ -240,20 +246,37 @@ class Keeper:
                 await asyncio.sleep(ADOPT_S)
         process = processes.of_pid(pid) if pid is not None else None
         while process is not None and not await process.wait(self._functions.world.poll_s):
-            gave_up = await self._gave_up(uuid)
+            gave_up = await self._look_at(uuid)
             if gave_up:
                 return f"gave up: {gave_up}"
         return "ended"
 
-    async def _gave_up(self, uuid: str) -> str:
-        """Why its holder serves no more, or empty. One that does not answer now is asked later."""
+    async def _look_at(self, uuid: str) -> str:
+        """Why its holder serves no more, or empty. One that does not answer now is asked later.
+        Whether its device stands still because of its faults goes into the row.
+        """
         files = self._functions.world.paths.function(uuid)
         try:
             status = await function_link.call(files.holder_socket, "status")
         except AccelvisorError as error:
             LOG.warning("function %s: %s", uuid, error.message)
             return ""
+        function = self._registry.get(uuid)
+        quarantined = bool(status.get("quarantined"))
+        if function is not None and quarantined != bool(function.quarantine):
+            await self._quarantine(uuid, quarantined)
         return str(status.get("gave_up") or "")[:200]
+
+    async def _quarantine(self, uuid: str, quarantined: bool) -> None:
+        async with self._functions.lock(uuid):
+            function = self._registry.get(uuid)
+            if function is None or function.state in (State.CREATING, State.DELETING):
+                return
+            kind, why = "function-released", ""
+            if quarantined:
+                kind, why = "function-quarantined", QUARANTINED
+            words = f"{function.name}: {why or 'it computes again'}"
+            await self._registry.commit(replace(function, quarantine=why), kind, words)
 
     async def _after_end(self, uuid: str, why: str) -> None:
         async with self._functions.lock(uuid):
@@ -312,6 +335,8 @@ class Keeper:
             )
 
     async def _apply(self, change: Change, function: Function) -> None:
+        if change.domain_uuid is not None and function.domain_uuid is None:
+            function = await self._functions.scrub(function, change.domain_uuid)
         placed = replace(function, domain=change.domain, domain_uuid=change.domain_uuid)
         words = {
             Event.STARTED: f"runs in domain {change.domain}",
@@ -320,7 +345,7 @@ class Keeper:
         }
         placed = await self._commit(placed, change.event, words[change.event])
         if placed.domain_uuid != function.domain_uuid:
-            await admission.follow(self._functions, placed)
+            await admission.follow(self._functions, self._registry.find(placed.uuid))
 
     def _start_revival(self, change: Change, planned: Function) -> list[asyncio.Task[None]]:
         """A task that gives a failed function a new process, unless one is at it or it pauses."""

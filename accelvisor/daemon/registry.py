@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 from accelvisor.daemon.events import EventHub
-from accelvisor.daemon.inventory import Placement
+from accelvisor.daemon.rows import Change
 from accelvisor.daemon.store import EventRecord, Function, Store
 from accelvisor.errors import NotFoundError
+from accelvisor.isolation.resources import Placement
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -34,16 +35,57 @@ class Registry:
         self._database = database
         self._hub = hub
         self._functions: dict[str, Function] = {}
+        self._changes: dict[str, Change] = {}
 
     async def load(self) -> None:
         """Read the store; once, before anything else."""
         self._functions = {item.uuid: item for item in await self._call(self._store.functions)}
+        self._changes = {item.function: item for item in await self._call(self._store.changes)}
 
     def all(self) -> list[Function]:
         return list(self._functions.values())
 
     def held(self) -> list[Placement]:
-        return [item.placement for item in self._functions.values()]
+        """What no other function may have: what a change leaves behind too, until it is made."""
+        return [*self.placements().values(), *(c.after for c in self._changes.values())]
+
+    def placements(self) -> dict[str, Placement]:
+        """By UUID."""
+        return {item.uuid: item.placement for item in self._functions.values()}
+
+    def change(self, uuid: str) -> Change | None:
+        """One that has begun."""
+        return self._changes.get(uuid)
+
+    async def begin_change(self, change: Change) -> None:
+        """Raises ConflictError (``change-unfinished``)."""
+        await self._call(self._store.begin_change, change)
+        self._changes[change.function] = change
+
+    async def end_change(self, function: Function, kind: str, message: str) -> None:
+        record = await self._call(self._store.end_change, function, kind, message)
+        self._changes.pop(function.uuid, None)
+        self._functions[function.uuid] = function
+        self._hub.publish(record)
+
+    async def add_scrub(self, function: str, epoch: int, envelope: bytes) -> None:
+        await self._call(self._store.add_scrub, function, epoch, envelope)
+
+    async def scrubs(self, function: str) -> list[tuple[int, bytes]]:
+        """(epoch, envelope), newest first."""
+        return await self._call(self._store.scrubs, function)
+
+    async def cards(self) -> list[tuple[str, str, int, bytes | None]]:
+        """(name, state, number, envelope) of those that are, or were, cut once."""
+        return await self._call(self._store.cards)
+
+    async def set_card(
+        self, name: str, state: str, number: int, envelope: bytes | None, message: str
+    ) -> None:
+        record = await self._call(
+            self._store.set_card, name, state, number, envelope, message
+        )
+        self._hub.publish(record)
 
     def get(self, uuid: str) -> Function | None:
         return self._functions.get(uuid)
@@ -67,7 +109,17 @@ class Registry:
         self._hub.publish(record)
 
     async def commit(self, function: Function, kind: str, message: str) -> None:
+        known = self._functions.get(function.uuid)
+        tenant = function.domain_uuid or (known.tenant if known is not None else None)
+        function = replace(function, tenant=tenant)
         record = await self._call(self._store.update, function, kind, message)
+        self._functions[function.uuid] = function
+        self._hub.publish(record)
+
+    async def clean(self, function: Function, message: str) -> None:
+        """It was scrubbed: nobody's data is in it."""
+        function = replace(function, tenant=None)
+        record = await self._call(self._store.update, function, "function-scrubbed", message)
         self._functions[function.uuid] = function
         self._hub.publish(record)
 
@@ -78,6 +130,7 @@ class Registry:
     async def remove(self, uuid: str, message: str) -> None:
         record = await self._call(self._store.delete, uuid, message)
         self._functions.pop(uuid, None)
+        self._changes.pop(uuid, None)
         self._hub.publish(record)
 
     async def record(self, kind: str, subject: str, message: str) -> None:

@@ -16,10 +16,12 @@ from accelvisor.daemon import admission, attach, doctor, wire
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions
+from accelvisor.daemon.isolating import IsolationMethods
 from accelvisor.daemon.moving.host import MovingHost
 from accelvisor.daemon.moving.operator import Operator
 from accelvisor.daemon.moving.service import MovingMethods
 from accelvisor.daemon.reconcile import View
+from accelvisor.daemon.shaping import Shaping
 from accelvisor.errors import NotFoundError, UsageError
 from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import Domain, DomainsPort
@@ -47,7 +49,7 @@ class Identity:
     libvirt_uri: str
 
 
-class AdminService(MovingMethods):
+class AdminService(MovingMethods, IsolationMethods):
     """One coroutine per method of the interface, parameters and replies as in the definition."""
 
     def __init__(
@@ -58,6 +60,7 @@ class AdminService(MovingMethods):
         hub: EventHub,
         examine: Callable[[], Sequence[Finding]],
         view: Callable[[], View],
+        shaping: Shaping,
     ) -> None:
         self.identity = identity
         self._functions = functions
@@ -66,6 +69,7 @@ class AdminService(MovingMethods):
         self._hub = hub
         self._examine = examine
         self._view = view
+        self._shaping = shaping
 
     def use(self, moving: MovingHost) -> None:
         """What moves functions; it comes up after this is made."""
@@ -114,9 +118,11 @@ class AdminService(MovingMethods):
 
     async def list_profiles(self) -> dict[str, Any]:
         cards, held = self._functions.cards, self._registry.held()
-        profiles = self._functions.profiles
+        profiles, cpus = self._functions.profiles, self._functions.cpus
         # Placing one after the other until none fits takes a second on the largest cards.
-        made = await asyncio.to_thread(lambda: [wire.profile(p, cards, held) for p in profiles])
+        made = await asyncio.to_thread(
+            lambda: [wire.profile(item, cards, held, cpus) for item in profiles]
+        )
         return {"profiles": made}
 
     async def doctor(self) -> dict[str, Any]:

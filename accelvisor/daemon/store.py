@@ -6,18 +6,22 @@ single-thread executor). :data:`MIGRATIONS` brings an older file up.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from accelvisor.daemon import rows as rows_json
 from accelvisor.daemon.database import Database, statements
-from accelvisor.daemon.inventory import Placement
 from accelvisor.daemon.lifecycle import State
+from accelvisor.daemon.rows import Change
 from accelvisor.errors import ConflictError, StateError, SystemFailure
+from accelvisor.isolation.resources import Placement, Policy
 
+_DAMAGED = (ValueError, TypeError, AttributeError, KeyError)
+#: Scrub records kept; the oldest go first.
+SCRUBS_KEPT = 10_000
 #: Events kept; the oldest go first.
 EVENTS_KEPT = 10_000
 
@@ -50,12 +54,48 @@ MIGRATIONS: Sequence[str] = (
         message TEXT NOT NULL
     ) STRICT;
     """,
+    """
+    ALTER TABLE functions ADD COLUMN resources TEXT NOT NULL DEFAULT '';   -- JSON: rows.py
+    ALTER TABLE functions ADD COLUMN epoch INTEGER NOT NULL DEFAULT 1;
+    ALTER TABLE functions ADD COLUMN policy TEXT NOT NULL DEFAULT 'burstable';
+    ALTER TABLE functions ADD COLUMN weight INTEGER NOT NULL DEFAULT 100;
+    ALTER TABLE functions ADD COLUMN tenant TEXT;      -- domain since the last scrub
+    ALTER TABLE functions ADD COLUMN quarantine TEXT NOT NULL DEFAULT '';
+    ALTER TABLE functions ADD COLUMN partition INTEGER;
+    UPDATE functions SET tenant = domain_uuid;
+    CREATE TABLE changes (
+        function TEXT PRIMARY KEY,
+        change TEXT NOT NULL,         -- JSON: rows.py
+        time REAL NOT NULL
+    ) STRICT;
+    CREATE TABLE scrubs (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        function TEXT NOT NULL,
+        epoch INTEGER NOT NULL,
+        time REAL NOT NULL,
+        envelope BLOB NOT NULL
+    ) STRICT;
+    CREATE INDEX scrubs_by_function ON scrubs (function, epoch);
+    CREATE TABLE cards (
+        name TEXT PRIMARY KEY,
+        state TEXT NOT NULL,
+        number INTEGER NOT NULL,
+        envelope BLOB                 -- of the partition table, while it is frozen
+    ) STRICT;
+    """,
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One row of ``functions``. ``domain``/``domain_uuid`` name the domain that has it."""
+    """One row of ``functions``. ``domain``/``domain_uuid`` name the domain that has it.
+
+    Attributes:
+        epoch: of its shape, when it was last read; it only grows.
+        tenant: UUID of the domain that had it since it was last scrubbed.
+        quarantine: why it stands still; empty when it does not.
+        partition: number of the static partition that it fills.
+    """
 
     uuid: str
     name: str
@@ -72,6 +112,17 @@ class Function:
     reason: str = ""
     domain: str | None = None
     domain_uuid: str | None = None
+    epoch: int = 1
+    policy: Policy = Policy.BURSTABLE
+    weight: int = 100
+    tenant: str | None = None
+    quarantine: str = ""
+    partition: int | None = None
+
+    @property
+    def revoked(self) -> bool:
+        """It has no part of a card any more; what is left is a device that does nothing."""
+        return self.cores == 0
 
     @property
     def card(self) -> str:
@@ -161,16 +212,90 @@ class Store:
 
     def update(self, function: Function, kind: str, message: str) -> EventRecord:
         """Write the row anew, with an event in the same transaction."""
+        with self._db.transaction():
+            return self._update(function, kind, message)
+
+    def _update(self, function: Function, kind: str, message: str) -> EventRecord:
         row = _row(function)
         sets = ", ".join(f"{name} = :{name}" for name in row if name != "uuid")
-        with self._db.transaction():
-            self._db.execute(f"UPDATE functions SET {sets} WHERE uuid = :uuid", row)
-            return self._event(kind, function.uuid, message)
+        self._db.execute(f"UPDATE functions SET {sets} WHERE uuid = :uuid", row)
+        return self._event(kind, function.uuid, message)
 
     def delete(self, uuid: str, message: str) -> EventRecord:
         with self._db.transaction():
             self._db.execute("DELETE FROM functions WHERE uuid = ?", (uuid,))
+            self._db.execute("DELETE FROM changes WHERE function = ?", (uuid,))
             return self._event("function-deleted", uuid, message)
+
+    # --- changes of shape, and scrub records -----------------------------------------------------
+
+    def begin_change(self, change: Change) -> None:
+        """Journal it: from here on both placements are held.
+
+        Raises:
+            ConflictError: ``change-unfinished``: one has begun already.
+        """
+        rows = self._db.execute("SELECT 1 FROM changes WHERE function = ?", (change.function,))
+        if rows:
+            raise ConflictError(
+                "a change of this function has begun and is not finished",
+                code="change-unfinished",
+                where="store",
+                hint="it is finished when accelvisord next finds the function's process",
+            )
+        text = rows_json.change_to_json(change)
+        row = (change.function, text, self._clock())
+        self._db.execute("INSERT INTO changes VALUES (?, ?, ?)", row)
+
+    def end_change(self, function: Function, kind: str, message: str) -> EventRecord:
+        """It was made, or was not: ``function`` is what is true now."""
+        with self._db.transaction():
+            self._db.execute("DELETE FROM changes WHERE function = ?", (function.uuid,))
+            return self._update(function, kind, message)
+
+    def changes(self) -> list[Change]:
+        """Those that have begun."""
+        rows = self._db.execute("SELECT function, change FROM changes ORDER BY time")
+        try:
+            return [rows_json.change(str(uuid), str(text)) for uuid, text in rows]
+        except _DAMAGED as error:
+            raise self._damaged(f"the journal of changes: {error}") from error
+
+    def add_scrub(self, function: str, epoch: int, envelope: bytes) -> None:
+        self._db.execute(
+            "INSERT INTO scrubs (function, epoch, time, envelope) VALUES (?, ?, ?, ?)",
+            (function, epoch, self._clock(), envelope),
+        )
+        self._db.execute(
+            "DELETE FROM scrubs WHERE id <= (SELECT max(id) FROM scrubs) - ?", (SCRUBS_KEPT,)
+        )
+
+    def scrubs(self, function: str) -> list[tuple[int, bytes]]:
+        """(epoch, envelope), newest first."""
+        rows = self._db.execute(
+            "SELECT epoch, envelope FROM scrubs WHERE function = ? ORDER BY id DESC", (function,)
+        )
+        return [(int(epoch), bytes(envelope)) for epoch, envelope in rows]
+
+    # --- cards that are cut once -----------------------------------------------------------------
+
+    def cards(self) -> list[tuple[str, str, int, bytes | None]]:
+        """(name, state, number, envelope)."""
+        return [
+            (str(name), str(state), int(number), None if table is None else bytes(table))
+            for name, state, number, table in self._db.execute(
+                "SELECT name, state, number, envelope FROM cards ORDER BY name"
+            )
+        ]
+
+    def set_card(
+        self, name: str, state: str, number: int, envelope: bytes | None, message: str
+    ) -> EventRecord:
+        with self._db.transaction():
+            self._db.execute(
+                "INSERT OR REPLACE INTO cards VALUES (?, ?, ?, ?)", (name, state, number, envelope)
+            )
+            return self._event("card-changed", "", message)
 
     # --- events ----------------------------------------------------------------------------------
 
@@ -214,18 +339,16 @@ class Store:
 
     def _function(self, row: Mapping[str, Any]) -> Function:
         values = dict(row)
-        card, cores = values.pop("card"), values.pop("placement")
+        card, cores, rest = (values.pop(name) for name in ("card", "placement", "resources"))
         try:
-            chips = {int(chip): tuple(map(int, ids)) for chip, ids in json.loads(cores).items()}
-            state = State(values.pop("state"))
-        except (ValueError, TypeError, AttributeError) as error:
-            raise StateError(
-                f"the row of function {row['uuid']} is damaged: {error}",
-                code="store-damaged",
-                where=self._where,
-            ) from error
-        placement = Placement(card, chips, values["memory_bytes"])
-        return Function(placement=placement, state=state, **values)
+            placement = rows_json.placement(card, cores, rest)
+            state, policy = State(values.pop("state")), Policy(values.pop("policy"))
+        except _DAMAGED as error:
+            raise self._damaged(f"the row of function {row['uuid']}: {error}") from error
+        return Function(placement=placement, state=state, policy=policy, **values)
+
+    def _damaged(self, what: str) -> StateError:
+        return StateError(f"damaged: {what}", code="store-damaged", where=self._where)
 
     def _newer(self, version: int) -> StateError:
         return StateError(
@@ -254,7 +377,14 @@ def _row(function: Function) -> dict[str, object]:
         "name": function.name,
         "profile": function.profile,
         "card": function.card,
-        "placement": json.dumps({str(k): list(v) for k, v in function.placement.cores.items()}),
+        "placement": rows_json.cores_to_json(function.placement),
+        "resources": rows_json.rest_to_json(function.placement),
+        "epoch": function.epoch,
+        "policy": function.policy.value,
+        "weight": function.weight,
+        "tenant": function.tenant,
+        "quarantine": function.quarantine,
+        "partition": function.partition,
         "cores": function.cores,
         "chips": function.chips,
         "memory_bytes": function.memory_bytes,

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from accelvisor.daemon import inventory
-from accelvisor.daemon.inventory import Card, Placement, Profile
 from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.store import EventRecord, Function
 from accelvisor.errors import UsageError
 from accelvisor.hypervisor.port import Attachment, Domain, DomainOptions
+from accelvisor.isolation import placing
+from accelvisor.isolation.planner import Plan
+from accelvisor.isolation.resources import Card, Placement, Policy, Profile, Range
 
 #: Empty root ports that a domain may have: each costs address space for a window.
 MOST_PORTS = 16
@@ -18,7 +19,7 @@ MOST_PORTS = 16
 
 def card(item: Card, functions: Sequence[Function]) -> dict[str, Any]:
     mine = [function for function in functions if function.card == item.name]
-    left = inventory.free(item, [function.placement for function in mine])
+    left = placing.Free(item, [function.placement for function in mine])
     return {
         "name": item.name,
         "chips": item.chips,
@@ -27,13 +28,77 @@ def card(item: Card, functions: Sequence[Function]) -> dict[str, Any]:
         "cores_free": left.core_count,
         "memory_bytes": item.memory_bytes,
         "memory_free": left.memory_bytes,
-        "free_by_chip": [len(left.cores[chip]) for chip in range(item.chips)],
+        "free_by_chip": [len(cores) for cores in left.cores],
+        "banks": item.banks,
+        "free_ranges": ranges(left.gaps),
+        "queues": item.queues,
+        "queues_free": len(left.queues),
+        "vectors": item.functions,
+        "vectors_free": len(left.vectors),
+        "links": _links(item.links),
+        "host_port": item.host_port,
         "functions": [function.uuid for function in mine],
+        "shares": [_share(item, function) for function in mine],
     }
 
 
-def profile(item: Profile, cards: Sequence[Card], held: Sequence[Placement]) -> dict[str, Any]:
-    fit = inventory.fits(cards, held, item)
+def _share(item: Card, function: Function) -> dict[str, Any]:
+    placement = function.placement
+    return {
+        "function": function.uuid,
+        "name": function.name,
+        "cores": chip_cores(placement),
+        "ranges": ranges(placement.ranges),
+        "queues": list(placement.queues),
+        "vector": placement.vector,
+        "cpus": list(placement.cpus),
+        "links": _links(placement.links(item)),
+        "policy": _policy(function.policy),
+        "weight": function.weight,
+    }
+
+
+def ranges(items: Iterable[Range]) -> list[dict[str, Any]]:
+    return [{"bank": item.bank, "start": item.start, "bytes": item.nbytes} for item in items]
+
+
+def chip_cores(item: Placement) -> list[dict[str, Any]]:
+    return [{"chip": chip, "cores": list(cores)} for chip, cores in item.cores.items()]
+
+
+def _links(items: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [{"one": one, "other": other} for one, other in items]
+
+
+def _policy(item: Policy) -> str:
+    return item.value.replace("-", "_")  # names of the interface have no hyphen
+
+
+def plan(item: Plan) -> dict[str, Any]:
+    return {
+        "verb": item.verb.value,
+        "function": item.function,
+        "epoch": item.epoch,
+        "same": item.same,
+        "cores": item.after.core_count,
+        "memory_bytes": item.after.memory_bytes,
+        "placement": chip_cores(item.after),
+        "ranges": ranges(item.after.ranges),
+        "moves": [f"{a}.{b} {c}.{d}" for (a, b), (c, d) in item.moves],
+        "quiesce": list(item.quiesce),
+        "scrub_bytes": item.scrub_bytes,
+        "estimate_ms": item.estimate_ms,
+        "steps": [
+            {"action": step.action.value, "text": step.text, "estimate_ms": step.estimate_ms}
+            for step in item.steps
+        ],
+    }
+
+
+def profile(
+    item: Profile, cards: Sequence[Card], held: Sequence[Placement], cpus: Sequence[int]
+) -> dict[str, Any]:
+    fit = placing.fits(cards, held, item, cpus)
     return {
         "name": item.name,
         "cores": item.cores,
@@ -42,8 +107,11 @@ def profile(item: Profile, cards: Sequence[Card], held: Sequence[Placement]) -> 
         "window_bytes": item.window_bytes,
         "queues": item.queues,
         "ring_entries": item.ring_entries,
+        "policy": _policy(item.policy),
+        "weight": item.weight,
         "fits": fit.count,
         "limit": fit.limit,
+        "limited_by": list(fit.resources),
     }
 
 
@@ -54,9 +122,7 @@ def function(item: Function, paths: Paths) -> dict[str, Any]:
         "name": item.name,
         "profile": item.profile,
         "card": item.card,
-        "placement": [
-            {"chip": chip, "cores": list(cores)} for chip, cores in item.placement.cores.items()
-        ],
+        "placement": chip_cores(item.placement),
         "cores": item.cores,
         "chips": item.chips,
         "memory_bytes": item.memory_bytes,
@@ -70,6 +136,11 @@ def function(item: Function, paths: Paths) -> dict[str, Any]:
         "domain": item.domain,
         "domain_uuid": item.domain_uuid,
         "created": item.created,
+        "epoch": item.epoch,
+        "policy": _policy(item.policy),
+        "weight": item.weight,
+        "revoked": item.revoked,
+        "quarantine": item.quarantine,
     }
 
 

@@ -1,7 +1,8 @@
 """A function process as the daemon sees one: the three sockets, and a temper given by the file
 ``temper`` beside the specification (ready, slow, never, refuses, quits, shy). The files
-UUID.gave-up and UUID.connected there make it say so; a shy one admits no VM, an unwilling spare
-becomes nothing.
+UUID.gave-up, UUID.connected, UUID.quarantined and UUID.dirty there make it say so; a shy one admits
+no VM, an unwilling spare becomes nothing. In UUID.shaping: "stiff" refuses another shape, "lost"
+takes it and dies before it answers, "absent" dies before it takes it, "liar" only says it took it.
 """
 
 from __future__ import annotations
@@ -76,6 +77,28 @@ def main() -> None:
     born = time.monotonic()
 
     peer = ""
+    segments = [list(item.values()) for item in spec.get("segments", [])]
+    shape = {name: spec.get(name) for name in ("epoch", "cores", "memory_bytes")}
+    shape["segments"] = segments
+
+    def said_in(name: str) -> str | None:
+        file = Path(sys.argv[1]).with_suffix(f".{name}")
+        return file.read_text() if file.exists() else None
+
+    def reshape(wanted: dict[str, Any]) -> dict[str, object]:
+        mood = said_in("shaping")
+        if mood == "stiff":
+            error = {"code": "memory-in-use", "message": "no", "where": "reshape", "hint": ""}
+            return {"error": error}
+        if mood == "absent":
+            os._exit(1)
+        if mood != "liar":
+            shape.update(wanted)
+        if mood == "lost":
+            os._exit(1)
+        told = {"table_epoch": shape["epoch"], "table_bytes": shape["memory_bytes"]}
+        cores = max(1, shape["cores"])
+        return {"parameters": {**shape, **told, "pool_cores": cores, "scrubbed": 0}}
 
     def admit(name: str) -> None:
         nonlocal peer
@@ -96,13 +119,29 @@ def main() -> None:
             return {"error": error}
         ready = temper != "never" and (temper != "slow" or time.monotonic() - born > 0.3)
         reason = gave_up.read_text() if gave_up.exists() else ""
+        if method == "renew" and connected.exists():
+            error = {"code": "function-in-use", "message": "busy", "where": "", "hint": ""}
+            return {"error": error}
+        if method == "renew":
+            shape.update(parameters)
+            return {"parameters": {"shape": parameters}}
         fields = {"ready": ready and not reason, "connected": connected.exists(), "peer": peer}
-        return {"parameters": {**fields, "gave_up": reason}}
+        said = {
+            "gave_up": reason,
+            "quarantined": said_in("quarantined") is not None,
+            "connection": 0,
+            "data": {"memory": said_in("dirty") is not None, "window": False},
+        }
+        return {"parameters": {**fields, **said}}
 
     def control(method: str, parameters: dict[str, Any]) -> dict[str, object]:
         nonlocal resets
         if method == "reset":
             resets += 1
+        if method == "reshape":
+            return reshape(parameters)
+        if method == "status":
+            return {"parameters": {"epoch": shape["epoch"], "shape_epoch": shape["epoch"]}}
         return {"parameters": {"resets": resets, "commands": 0}}
 
     if temper == "stubborn":

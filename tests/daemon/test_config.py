@@ -36,12 +36,16 @@ def test_an_absent_file_works(tmp_path: Path) -> None:
     assert list(loaded.profiles) == ["small", "medium", "large"]
 
 
+def _toml(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
 def test_builtin_profiles_fit_the_builtin_card(tmp_path: Path) -> None:
     """They pass the rules that a person's profiles must pass."""
     lines = []
     for name, item in config.BUILTIN_PROFILES.items():
         lines.append(f"[profiles.{name}]")
-        lines += [f"{key} = {getattr(item, key)}" for key in item.__struct_fields__]
+        lines += [f"{key} = {_toml(getattr(item, key))}" for key in item.__struct_fields__]
     assert config.load(write(tmp_path, "\n".join(lines))).profiles == dict(config.BUILTIN_PROFILES)
 
 

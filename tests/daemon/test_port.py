@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ import pytest
 
 from accelvisor.abi import commands as abi
 from accelvisor.abi.dtypes import DType
+from accelvisor.daemon.moving.orders import ask
 from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.port import Member, Port, Shares, Watched
 from accelvisor.errors import ProtocolError
+from accelvisor.function import state as s
 from accelvisor.limits import KIB, LIMITS, MIB
 from tests.descriptors import open_fds
 from tests.function.harness import Guest, Process, call, memfd, running
@@ -113,6 +116,16 @@ def until(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+def told(process: Process) -> bool:
+    """Whether a rate has reached the function."""
+    given = ask(Path(process.spec.holder_socket), "lend", None, [], 4, DEADLINE_S)
+    try:
+        [rate] = struct.unpack("<Q", os.pread(given.fds[0], 8, s.W_PORT_RATE * 8))
+    finally:
+        given.close()
+    return bool(rate)
+
+
 def test_two_that_copy_at_full_speed_get_bytes_by_weight(short_path: Path) -> None:
     with ExitStack() as stack:
         one, three = (stack.enter_context(function(short_path)) for _ in range(2))
@@ -123,6 +136,7 @@ def test_two_that_copy_at_full_speed_get_bytes_by_weight(short_path: Path) -> No
             gone: Member(CARD, 1000),
         }
         stack.enter_context(balanced(short_path, Shares(members, {CARD: LIMIT})))
+        until(lambda: told(one) and told(three), "rates")
         first, second = Copying(one), Copying(three)
         stack.callback(first.stop)
         stack.callback(second.stop)
@@ -142,6 +156,7 @@ def test_one_alone_gets_all_and_a_card_without_a_limit_lets_go(short_path: Path)
     with function(short_path) as process, ExitStack() as stack:
         members = {process.spec.uuid: Member(CARD, 1)}
         change = stack.enter_context(balanced(short_path, Shares(members, {CARD: LIMIT})))
+        until(lambda: told(process), "a rate")
         copying = Copying(process)
         stack.callback(copying.stop)
         until(lambda: passed(process) > MIB, "it to copy")

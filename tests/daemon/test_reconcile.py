@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelvisor.daemon.inventory import Placement
 from accelvisor.daemon.lifecycle import Event, State, move
 from accelvisor.daemon.reconcile import Action, Change, Claim, at_start, follow
 from accelvisor.daemon.store import Function
 from accelvisor.hypervisor.port import Domain, DomainState
+from accelvisor.isolation.resources import Placement
 
 
 def function(uuid: str, state: State, domain: str | None = None) -> Function:
@@ -21,7 +21,7 @@ def function(uuid: str, state: State, domain: str | None = None) -> Function:
         uuid,
         uuid,
         "small",
-        Placement("card0", {}, 1),
+        Placement("card0", {}),
         1,
         1,
         1,

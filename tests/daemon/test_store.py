@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from accelvisor.daemon import store as store_module
-from accelvisor.daemon.inventory import Placement
 from accelvisor.daemon.lifecycle import State
 from accelvisor.daemon.store import Function, Store
 from accelvisor.errors import ConflictError, StateError, SystemFailure
+from accelvisor.isolation.resources import Placement, Range
 
 
 def function(number: int = 1, **changes: object) -> Function:
@@ -19,7 +19,7 @@ def function(number: int = 1, **changes: object) -> Function:
         uuid=f"u{number}",
         name=f"n{number}",
         profile="small",
-        placement=Placement("card0", {0: (1, 2), 3: (0,)}, 4096),
+        placement=Placement("card0", {0: (1, 2), 3: (0,)}, (Range(0, 0, 4096),), (3, 4), 1, (7,)),
         cores=3,
         chips=2,
         memory_bytes=4096,

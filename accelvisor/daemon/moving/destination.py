@@ -16,7 +16,6 @@ from typing import Any
 import msgspec
 
 from accelvisor.daemon import admission
-from accelvisor.daemon.inventory import Profile
 from accelvisor.daemon.moving import awakening, documents, offers, orders
 from accelvisor.daemon.moving.driver import Driver
 from accelvisor.daemon.moving.evidence import FunctionNonces
@@ -35,6 +34,7 @@ from accelvisor.frames import receive
 from accelvisor.frames.chunks import Kind
 from accelvisor.frames.manifest import owner_digest
 from accelvisor.frames.verify import MIGRATION, Expected, Verifier
+from accelvisor.isolation.resources import Profile
 from accelvisor.migration import actions, destination
 from accelvisor.migration import messages as wire
 from accelvisor.migration.destination import Event, State

@@ -12,9 +12,9 @@ import msgspec
 from msgspec import Meta
 
 import accelvisor
-from accelvisor.daemon import inventory
-from accelvisor.daemon.inventory import Profile
 from accelvisor.function.moving import firmware
+from accelvisor.isolation import placing
+from accelvisor.isolation.resources import Profile
 from accelvisor.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -113,8 +113,8 @@ def _missing(services: Services, wanted: Sequence[Need]) -> list[str]:
             item.profile, item.cores, item.chips, item.memory_bytes, item.window_bytes,
             item.queues, item.ring_entries,
         )  # fmt: skip
-        plan = inventory.plan(services.functions.cards, held, profile)
+        plan = placing.plan(services.functions.cards, held, profile, cpus=services.functions.cpus)
         if plan.placement is None:
-            return [reason[: LIMITS.migration_text_chars] for reason in plan.reasons]
+            return [str(reason)[: LIMITS.migration_text_chars] for reason in plan.reasons]
         held.append(plan.placement)
     return []

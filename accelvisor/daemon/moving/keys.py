@@ -39,8 +39,15 @@ from accelvisor.errors import (
 )
 from accelvisor.frames import changes, trust
 from accelvisor.frames import envelope as envelopes
+from accelvisor.frames.envelope import HeldKey
 from accelvisor.frames.history import History
-from accelvisor.frames.identity import Identity, PublicIdentity, SigningKey, certificate
+from accelvisor.frames.identity import (
+    Identity,
+    PublicIdentity,
+    Signer,
+    SigningKey,
+    certificate,
+)
 from accelvisor.frames.keyring import Keyring
 from accelvisor.frames.rotation import rotate
 from accelvisor.frames.trust import Host, Trust, Trusted
@@ -132,6 +139,19 @@ class Keys:
             self._describe(name, address)
 
     # --- what is in force -------------------------------------------------------------------------
+
+    @property
+    def signer(self) -> Signer:
+        """What this host signs its own records with."""
+        return self.identity
+
+    def key(self, key_id: str) -> HeldKey | None:
+        """A key that is, or was, this host's own."""
+        mine = str(self.host)
+        if key_id == self.identity.key_id:
+            return HeldKey(mine, self.identity.public)
+        found = self.keyring.once(key_id)
+        return found if found is not None and found.holder == mine else None
 
     @property
     def document(self) -> Trust:

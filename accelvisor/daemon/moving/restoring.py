@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from accelvisor.daemon import function_link
-from accelvisor.daemon.inventory import Profile
 from accelvisor.daemon.moving import documents
 from accelvisor.daemon.moving.library import Library
 from accelvisor.daemon.moving.numbers import Begun, Mark
@@ -18,6 +17,7 @@ from accelvisor.daemon.moving.reloading import Reloading
 from accelvisor.daemon.moving.unpacking import Unpacked
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, StateError
+from accelvisor.isolation.resources import Profile
 
 LOG = logging.getLogger(__name__)
 Locks = defaultdict[str, asyncio.Lock]

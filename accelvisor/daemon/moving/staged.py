@@ -38,7 +38,7 @@ class Staged:
                 fd = os.memfd_create("staged", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
                 os.ftruncate(fd, max(1, nbytes))
             else:
-                fd = memfd("staged", nbytes)
+                fd = memfd("staged", nbytes, grows=True)
             self._fds[kind] = fd
             if nbytes:
                 mapped = mmap.mmap(fd, nbytes)

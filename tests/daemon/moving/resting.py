@@ -17,7 +17,6 @@ import numpy as np
 from accelvisor.abi import commands as abi
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Program, Role, Slot
-from accelvisor.daemon.inventory import Placement, Profile
 from accelvisor.daemon.lifecycle import State
 from accelvisor.daemon.moving import documents
 from accelvisor.daemon.moving.checkpoints import Checkpoints, Settings
@@ -32,6 +31,7 @@ from accelvisor.errors import AccelvisorError, ConflictError, NotFoundError
 from accelvisor.frames import audit
 from accelvisor.frames.manifest import Model
 from accelvisor.frames.store import Entry
+from accelvisor.isolation.resources import Placement, Profile
 from tests.function.harness import Guest, Process, Ring, call, operation, running
 
 SECOND = 10**9
@@ -95,7 +95,7 @@ class Functions:
     def add(self, process: Process, domain: str | None = None) -> Function:
         spec = process.spec
         function = Function(
-            spec.uuid, spec.uuid, spec.profile, Placement("card0", {}, 0), spec.cores, spec.chips,
+            spec.uuid, spec.uuid, spec.profile, Placement("card0", {}), spec.cores, spec.chips,
             spec.memory_bytes, spec.window_bytes, spec.queues, spec.ring_entries, State.READY, 0.0,
             domain=domain, domain_uuid=domain,
         )  # fmt: skip

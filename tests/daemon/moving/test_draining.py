@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from accelvisor.daemon.inventory import Placement
 from accelvisor.daemon.lifecycle import State
 from accelvisor.daemon.moving.draining import Try, choose, why_not, without_vm
 from accelvisor.daemon.moving.planner import Plan, Reason, Severity
 from accelvisor.daemon.store import Function
+from accelvisor.isolation.resources import Placement, Range
 from accelvisor.limits import MIB
 from accelvisor.migration.convergence import predict
 
@@ -61,8 +61,9 @@ def test_why_a_vm_stays(tries: list[Try], words: str) -> None:
 def test_functions_without_a_running_vm_are_told_what_to_do() -> None:
     function = Function(
         uuid="u", name="nn0", profile="small",
-        placement=Placement("card0", {0: (0,)}, MIB), cores=1, chips=1, memory_bytes=MIB,
-        window_bytes=MIB, queues=1, ring_entries=2, state=State.READY, created=0.0,
+        placement=Placement("card0", {0: (0,)}, (Range(0, 0, MIB),)), cores=1, chips=1,
+        memory_bytes=MIB, window_bytes=MIB, queues=1, ring_entries=2, state=State.READY,
+        created=0.0,
     )  # fmt: skip
     free = without_vm(function)
     assert free is not None

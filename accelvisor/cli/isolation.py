@@ -1,0 +1,157 @@
+"""``accelctl card``, ``accelctl profiles``, ``accelctl function resize`` and ``revoke``: who has
+how much of a card, what would still fit, and changing that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelvisor.cli import render
+from accelvisor.cli.commands import LONG_S, Session
+
+
+def card_list(session: Session) -> int:
+    reply = session.call("ListCards")
+    session.show(reply, lambda: _cards(reply["cards"]))
+    return 0
+
+
+def card_show(session: Session) -> int:
+    reply = session.call("GetCard", card=session.options.card)
+    session.show(reply, lambda: _card(reply["card"]))
+    return 0
+
+
+def profiles(session: Session) -> int:
+    reply = session.call("ListProfiles")
+    session.show(reply, lambda: _profiles(reply["profiles"]))
+    return 0
+
+
+def resize(session: Session) -> int:
+    options = session.options
+    reply = session.call(
+        "ResizeFunction",
+        reply_s=LONG_S,
+        function=options.function,
+        cores=options.cores,
+        memory_bytes=options.memory,
+        dry_run=options.dry_run,
+    )
+    session.show(reply, lambda: _changed(reply, options.dry_run))
+    return 0
+
+
+def revoke(session: Session) -> int:
+    options = session.options
+    reply = session.call(
+        "RevokeFunction", reply_s=LONG_S, function=options.function, dry_run=options.dry_run
+    )
+    session.show(reply, lambda: _changed(reply, options.dry_run))
+    return 0
+
+
+# --- how it looks ---------------------------------------------------------------------------------
+
+
+def _cards(items: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "CARD": item["name"],
+            "CHIPS": str(item["chips"]),
+            "CORES": str(item["cores"]),
+            "FREE": str(item["cores_free"]),
+            "MEMORY": render.size(item["memory_bytes"]),
+            "MEMORY FREE": render.size(item["memory_free"]),
+            "FUNCTIONS": f"{len(item['functions'])} of {item['vectors']}",
+        }
+        for item in items
+    ]
+    return render.table(rows, "no cards are configured")
+
+
+def _card(item: Mapping[str, Any]) -> str:
+    free = ", ".join(f"chip {chip}: {count}" for chip, count in enumerate(item["free_by_chip"]))
+    port = f"{render.size(item['host_port'])}/s" if item["host_port"] else "not limited"
+    memory = f"{render.size(item['memory_free'])} of {render.size(item['memory_bytes'])}"
+    links = ", ".join(f"{link['one']}-{link['other']}" for link in item["links"])
+    pairs = [
+        ("card", item["name"]),
+        ("chips", f"{item['chips']} with {item['cores_per_chip']} cores each"),
+        ("links", links or "-"),
+        ("cores free", f"{item['cores_free']} of {item['cores']} ({free})"),
+        ("memory free", f"{memory}, in {item['banks']} banks"),
+        ("", "\n".join(map(_range, item["free_ranges"]))),
+        ("queues free", f"{item['queues_free']} of {item['queues']}"),
+        ("vectors free", f"{item['vectors_free']} of {item['vectors']}"),
+        ("host port", port),
+    ]
+    shown = render.fields(pair for pair in pairs if pair[1])
+    return f"{shown}\n\n{_shares(item['shares'])}"
+
+
+def _shares(items: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "FUNCTION": item["name"],
+            "CORES": " ".join(
+                f"{place['chip']}:{render.numbers(place['cores'])}" for place in item["cores"]
+            ),
+            "MEMORY": ", ".join(map(_range, item["ranges"])) or "-",
+            "QUEUES": render.numbers(item["queues"]) or "-",
+            "VECTOR": str(item["vector"]),
+            "POLICY": item["policy"].replace("_", "-"),
+            "WEIGHT": str(item["weight"]),
+            "HOST CPUS": render.numbers(item["cpus"]) or "shared",
+        }
+        for item in items
+    ]
+    return render.table(rows, "no function is on it")
+
+
+def _range(item: Mapping[str, Any]) -> str:
+    return f"bank {item['bank']}: {render.size(item['bytes'])} at {render.size(item['start'])}"
+
+
+def _profiles(items: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "PROFILE": item["name"],
+            "CORES": str(item["cores"]),
+            "CHIPS": str(item["chips"]),
+            "MEMORY": render.size(item["memory_bytes"]),
+            "WINDOW": render.size(item["window_bytes"]),
+            "QUEUES": str(item["queues"]),
+            "POLICY": item["policy"].replace("_", "-"),
+            "WEIGHT": str(item["weight"]),
+            "FITS": str(item["fits"]),
+            "LIMITED BY": ", ".join(item["limited_by"]),
+            "WHY NOT ONE MORE": item["limit"],
+        }
+        for item in items
+    ]
+    return render.table(rows, "no profiles are configured")
+
+
+def _changed(reply: Mapping[str, Any], dry_run: bool | None) -> str:
+    plan, function = reply["plan"], reply["function"]
+    if plan["same"]:
+        return f"{function['name']} has that size already; nothing to do"
+    steps = [
+        {
+            "STEP": str(number),
+            "ACTION": step["action"],
+            "WHAT": step["text"],
+            "ABOUT": f"{step['estimate_ms']} ms",
+        }
+        for number, step in enumerate(plan["steps"], 1)
+    ]
+    moved = "".join(f"\ncore {a} becomes core {b}" for a, b in map(str.split, plan["moves"]))
+    head = (
+        f"{plan['verb']} {function['name']} to {plan['cores']} cores and"
+        f" {render.size(plan['memory_bytes'])}, epoch {plan['epoch']}"
+    )
+    still = f"{len(plan['quiesce'])} function stands still, about {plan['estimate_ms']} ms in all"
+    tail = "nothing was changed (--dry-run)" if dry_run else "done, and read back"
+    return f"{head}\n\n{render.table(steps, '')}{moved}\n\n{still}; {tail}"
