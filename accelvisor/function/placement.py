@@ -7,7 +7,6 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import threading
 from collections.abc import Collection, Sequence
 
 #: So far below the threads that answer register accesses. On a host with units this counts within a
@@ -19,11 +18,11 @@ _sched_getcpu = getattr(ctypes.CDLL(None), "sched_getcpu", None)
 
 def lower_priority() -> None:
     """Let this thread yield to the ones that answer the guest, and to the guest itself."""
-    thread = threading.get_native_id()
     try:
-        # From where the process was put: what its unit or its user chose still counts.
-        usual = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, min(usual + _NICE, 19))
+        # From where the process was put: what its unit or its user chose still counts. 0 is this
+        # thread; a worker may not name any other (system_calls.py).
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        os.setpriority(os.PRIO_PROCESS, 0, min(usual + _NICE, 19))
     except OSError:
         pass
     # Within its turn a thread is not interrupted, whatever its priority: a vCPU that its register's
@@ -41,7 +40,7 @@ def short_turns(slice_ns: int = 100_000) -> None:
     number = {"x86_64": 314, "aarch64": 274}.get(os.uname().machine)
     if number is None:
         return
-    nice = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
     # size, policy (normal), flags, nice, priority, runtime, deadline, period
     attributes = struct.pack("<IIQiIQQQ", 48, os.SCHED_OTHER, 0, nice, 0, slice_ns, 0, 0)
     ctypes.CDLL(None).syscall(number, 0, attributes, 0)
@@ -76,28 +75,36 @@ class Placement:
 
     def __init__(self) -> None:
         self._allowed = _affinity()
-        self._shares: dict[int, list[set[int]]] = {}
+        self._shares: dict[tuple[int, int], list[set[int]]] = {}
 
-    def spread(self, helpers: Sequence[int]) -> None:
-        """Fix the calling thread where it runs, and give each of ``helpers`` (native thread ids)
-        processors of its own beside it.
+    def spread(self, helpers: int) -> Sequence[set[int]]:
+        """Fix the calling thread where it runs. Returns processors beside it for each of the
+        helpers, which take them themselves (:func:`settle`); none when nobody is to be moved.
         """
         mine = current_cpu()
         if mine not in self._allowed:
-            return
-        found = self._shares.get(mine)
+            return ()
+        found = self._shares.get((mine, helpers))
         if found is None:
-            found = self._shares[mine] = shares(self._allowed, mine, len(helpers))
-        if not found:
-            return
-        _allow(0, {mine})
-        for helper, share in zip(helpers, found, strict=True):
-            _allow(helper, share)
+            found = self._shares[mine, helpers] = shares(self._allowed, mine, helpers)
+        if found:
+            settle({mine})
+        return found
 
     def gather(self) -> None:
         """Let the calling thread run anywhere again; helpers stay until the next operation."""
         if len(self._allowed) > 1:
-            _allow(0, self._allowed)
+            settle(self._allowed)
+
+
+def settle(cpus: Collection[int]) -> None:
+    """Let the calling thread run on these processors only. No thread does it for another: a worker
+    that was taken over could do it for those of other functions (system_calls.py).
+    """
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError:
+        pass  # the process was moved to other processors meanwhile, or may not choose
 
 
 def _affinity() -> frozenset[int]:
@@ -105,10 +112,3 @@ def _affinity() -> frozenset[int]:
         return frozenset(os.sched_getaffinity(0))
     except OSError:
         return frozenset()
-
-
-def _allow(thread: int, cpus: Collection[int]) -> None:
-    try:
-        os.sched_setaffinity(thread, cpus)
-    except OSError:
-        pass  # the process was moved to other processors meanwhile, or may not choose

@@ -8,9 +8,9 @@ interpreter's lock, so cores are real; results do not depend on how many there a
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
-from accelvisor.function.placement import Placement, lower_priority
+from accelvisor.function.placement import Placement, lower_priority, settle
 from accelvisor.kernels.declare import Arrays
 from accelvisor.kernels.programs import PlannedOperation
 
@@ -26,12 +26,11 @@ class Pool:
         self._stopping = False
         self._placement = Placement()
         self._threads = [
-            threading.Thread(target=self._helper, name=f"core-{i}", daemon=True)
+            threading.Thread(target=self._helper, args=(i - 1,), name=f"core-{i}", daemon=True)
             for i in range(1, cores)
         ]
         for thread in self._threads:
             thread.start()
-        self._helpers = [thread.native_id or 0 for thread in self._threads]
 
     @property
     def cores(self) -> int:
@@ -52,7 +51,7 @@ class Pool:
         tile is running any more. Raises what a tile raised.
         """
         job = _Job(operation, arrays, first, progress, stop)
-        self._placement.spread(self._helpers)
+        job.shares = self._placement.spread(len(self._threads))
         with self._lock:
             self._job = job
             self._work.notify_all()
@@ -76,8 +75,9 @@ class Pool:
         for thread in self._threads:
             thread.join()
 
-    def _helper(self) -> None:
+    def _helper(self, index: int) -> None:
         lower_priority()
+        share: Collection[int] = ()
         while True:
             with self._lock:
                 while not self._stopping and (self._job is None or self._job.exhausted):
@@ -85,8 +85,12 @@ class Pool:
                 if self._stopping:
                     return
                 job = self._job
-            if job is not None:
-                self._drain(job)
+            if job is None:
+                continue
+            if job.shares and job.shares[index] != share:
+                share = job.shares[index]
+                settle(share)
+            self._drain(job)
 
     def _drain(self, job: _Job) -> None:
         while True:
@@ -126,6 +130,7 @@ class _Job:
         self.arrays = arrays
         self.progress = progress
         self.stop = stop
+        self.shares: Sequence[Collection[int]] = ()
         self.low = first
         self.running = 0
         self.error: BaseException | None = None

@@ -27,7 +27,7 @@ from accelvisor.function.control import Control
 from accelvisor.function.descriptors import Descriptors, teller
 from accelvisor.function.device import Device
 from accelvisor.function.placement import short_turns
-from accelvisor.function.sandbox import enter
+from accelvisor.function.sandbox import enter, tighten
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import State
 from accelvisor.function.wire import Disconnected, Wire
@@ -65,14 +65,14 @@ class Worker:
     """One worker process.
 
     Args:
-        sandbox: which of its measures are active, for ``status``.
+        sandbox: which measures are active so far, for ``status``.
     """
 
     def __init__(
-        self, spec: Spec, inherited: Inherited, sandbox: Mapping[str, bool]
+        self, spec: Spec, inherited: Inherited, sandbox: Mapping[str, int]
     ) -> None:
         self._given = inherited
-        self._sandbox = sandbox
+        self._sandbox = dict(sandbox)
         self._state = State(inherited.state)
         self._state.u64[s.W_STARTS] += 1
         self._tell = teller(inherited.channel)
@@ -103,7 +103,10 @@ class Worker:
         # could need DMA by messages.
         self._state.u32[s.R_FREEZE] |= s.FREEZE_DETACHED
         self._device.start()
-        Control(self._device, self._given.control, self._sandbox, self._tell).start()
+        control = Control(self._device, self._given.control, self._sandbox, self._tell)
+        # Nothing of the client's has been looked at yet.
+        self._sandbox["system_calls"] = tighten()
+        control.start()
         self._tell(pack(READY), ())
         if self._given.connection is not None:
             self._attach(self._given.connection, self._given.number)

@@ -18,7 +18,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from accelvisor.function.channel import FORK, MESSAGE_BYTES, SPEC, WARM, pack, unpack
-from accelvisor.function.sandbox import rename
+from accelvisor.function.sandbox import prepare, rename
 
 if TYPE_CHECKING:
     from accelvisor.function.spec import Spec
@@ -51,6 +51,7 @@ def run(link: socket.socket, spec: Spec | None = None) -> NoReturn:
         from accelvisor.function import worker
         from accelvisor.function.spec import parse
 
+        prepare()
         gc.freeze()  # and it stays shared between the workers
         gc.enable()
         link.send(pack(WARM, os.getpid()))

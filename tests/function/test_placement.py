@@ -8,7 +8,7 @@ import threading
 import hypothesis.strategies as st
 from hypothesis import given
 
-from accelvisor.function.placement import Placement, current_cpu, shares, short_turns
+from accelvisor.function.placement import Placement, current_cpu, settle, shares, short_turns
 from accelvisor.function.pool import Pool
 from tests.function.test_pool import Tiles, run
 
@@ -67,14 +67,18 @@ def test_with_one_processor_nobody_is_moved() -> None:
     assert seen == [20, True]
 
 
-def test_a_thread_that_has_ended_does_not_stop_the_operation() -> None:
-    thread = threading.Thread(target=lambda: None)
-    thread.start()
-    thread.join()
+def test_processors_that_are_not_there_leave_a_thread_where_it_may_run() -> None:
+    allowed = os.sched_getaffinity(0)
+    settle({1023})
+    assert os.sched_getaffinity(0) == allowed
+
+
+def test_each_number_of_helpers_has_shares_of_its_own() -> None:
     allowed = os.sched_getaffinity(0)
     placement = Placement()
-    placement.spread([thread.native_id or 0])
-    placement.gather()
+    for helpers in (1, 3, 2):
+        assert len(placement.spread(helpers)) == (helpers if len(allowed) > 1 else 0)
+        placement.gather()
     assert os.sched_getaffinity(0) == allowed
 
 
