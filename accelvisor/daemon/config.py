@@ -412,6 +412,8 @@ def _check_meaning(
         if card.memory < MIB or card.memory % (PAGE * card.banks):
             text = f"at least 1 MiB, and a multiple of 4 KiB for each of its {card.banks} banks"
             problem(["cards", name, "memory"], text)
+        if 0 < card.host_port < MIB:
+            problem(["cards", name, "host_port"], "0, or at least 1 MiB a second")
     if host_cpus(config.host.cpus) is None:
         problem(["host", "cpus"], f'"{config.host.cpus}" is no list of CPUs', 'write "0-3,8"')
     given = merged.get("profiles", {})

@@ -34,10 +34,12 @@ from accelvisor.daemon.moving import ledgers
 from accelvisor.daemon.moving.host import Around, MovingHost
 from accelvisor.daemon.notify import Notifier
 from accelvisor.daemon.paths import Paths
+from accelvisor.daemon.port import Member, Port, Shares
 from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.scrubs import Scrubs
 from accelvisor.daemon.service import AdminService, Identity
 from accelvisor.daemon.shaping import Shaping
+from accelvisor.daemon.sharing import RUNNING, Sharing
 from accelvisor.daemon.store import Function, Store
 from accelvisor.daemon.supervisor import Supervisor, choose
 from accelvisor.errors import SystemFailure
@@ -115,6 +117,7 @@ class Daemon:
         if old.migration != config.migration:
             LOG.warning("[migration] changed: restart accelvisord to use it")
         self._functions.configure(config)
+        await self._sharing.settle()
         self._server.dispatcher.policy = policy(config)
 
     async def _start(self) -> None:
@@ -136,10 +139,12 @@ class Daemon:
         host = await registry.host_uuid(lambda: str(uuid.uuid4()))
         self._scrubs = Scrubs(self._functions, host, _boot_id(), time.time_ns)
         self._shaping = Shaping(self._functions, self._scrubs)
+        self._sharing = Sharing(self._functions)
         await self._functions.place_all()
         self._keeper = Keeper(self._functions, _boot_id())
         undo.push_async_callback(self._keeper.stop)
         repairs = await self._keeper.recover(self._progress)
+        await self._sharing.settle()
         LOG.info("%d functions, supervised by %s", len(repairs), supervisor.name)
         links = DomainsLink(
             setup.config.libvirt.uri,
@@ -160,6 +165,10 @@ class Daemon:
         links.start()
         self._functions.spares.start()
         undo.push_async_callback(self._functions.spares.stop)
+        self._port = Port(setup.paths, self._shares)
+        self._sharing.on_settled = self._port.changed
+        balancing = asyncio.get_running_loop().create_task(self._port.run())
+        undo.push_async_callback(self._end_port, balancing)
         self._watchdog = asyncio.get_running_loop().create_task(self._keep_alive())
         undo.push_async_callback(self._end_watchdog)
         setup.notifier.ready(f"{len(registry.all())} functions")
@@ -252,6 +261,19 @@ class Daemon:
         while interval is not None:
             self._setup.notifier.alive()
             await asyncio.sleep(interval)
+
+    def _shares(self) -> Shares:
+        """Who shares the cards' host ports now."""
+        members = {
+            item.uuid: Member(item.card, item.weight)
+            for item in self._functions.registry.all()
+            if item.state in RUNNING and not item.revoked
+        }
+        return Shares(members, {card.name: card.host_port for card in self._functions.cards})
+
+    async def _end_port(self, balancing: asyncio.Task[None]) -> None:
+        self._port.stop()
+        await balancing
 
     async def _end_watchdog(self) -> None:
         if self._watchdog is not None:

@@ -105,6 +105,8 @@ class Functions:
         self.on_ended: Callable[[Function], Awaitable[None]] = _nothing
         #: Called when what functions share, host CPUs and ports, has to be divided anew.
         self.on_shared: Callable[[], Awaitable[None]] = _nothing
+        #: Called with the UUID of a function that has another shape.
+        self.on_reshaped: Callable[[str], None] = lambda uuid: None
         #: Brings a change of shape that has begun to its end.
         self.finish_change: Callable[[Function], Awaitable[Function]] = _same
         #: Scrubs a function, or finds that it is clean, before a domain gets it; the row then.
@@ -295,6 +297,7 @@ class Functions:
         await self.on_ended(function)
         self.world.fault("delete:removed")
         await self.registry.remove(function.uuid, message)
+        await self.on_shared()
         await self.on_removed(function.uuid)
         self._locks.pop(function.uuid, None)
         self.world.fault("delete:committed")
@@ -339,11 +342,13 @@ class Functions:
                 where = f"on {function.card}, profile {profile.name}"
                 await self.registry.insert(function, f"creating {name} {where}")
             self.world.fault("create:journaled")
+            await self.on_shared()  # whoever had borrowed its cores gives them back
             try:
                 function = await self.start_process(function)
                 self.world.fault("create:ready")
                 function = function.with_state(move(function.state, Event.PROCESS_READY, name))
                 await self.registry.commit(function, "function-created", f"{name} is ready")
+                await self.on_shared()
             except Exception as error:
                 await self._undo(function, error)
                 raise

@@ -162,6 +162,7 @@ class Shaping:
     async def _begin(self, plan: Plan) -> None:
         change = Change(plan.function, plan.verb, plan.epoch, plan.before, plan.after)
         await self._registry.begin_change(change)
+        await self._functions.on_shared()  # whoever had borrowed what it gets gives that back
         self._functions.world.fault("change:journaled")
 
     async def _apply(self, function: Function, plan: Plan) -> None:
@@ -214,6 +215,7 @@ class Shaping:
             f" epoch {made.epoch}"
         )
         await self._registry.end_change(made, kind, words)
+        self._functions.on_reshaped(made.uuid)
         await self._functions.on_shared()
         world.fault("change:committed")
         return made
@@ -226,7 +228,6 @@ class Shaping:
             **wanted.to_dict(),
             "table_epoch": wanted.epoch,
             "table_bytes": wanted.memory_bytes,
-            "pool_cores": max(1, wanted.cores),
         }
         differ = [
             f"{name} is {told.get(name)!r}, not {value!r}"

@@ -6,6 +6,8 @@ units; :class:`SubprocessSupervisor` detaches the process and finds it again by 
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import sys
@@ -52,6 +54,14 @@ class Supervisor(Protocol):
 
     async def allow(self, uuid: str, memory_bytes: int) -> None:
         """Raise the ceiling of a process that runs, as ``start`` does."""
+
+    async def confine(self, uuid: str, cpus: Sequence[int], weight: int) -> None:
+        """Where a process may run, and how much of what others want there too.
+
+        Args:
+            cpus: numbers of host CPUs.
+            weight: 1 to 1000; 0: only what all others leave.
+        """
 
     async def stop(self, uuid: str) -> None:
         """End the process and all of its children, gently, then not. Returns when it is gone."""
@@ -102,6 +112,14 @@ class SubprocessSupervisor:
 
     async def allow(self, uuid: str, memory_bytes: int) -> None:
         """Nothing to do: there is no ceiling."""
+
+    async def confine(self, uuid: str, cpus: Sequence[int], weight: int) -> None:
+        """CPUs, for every thread that there is; weights only as far as least and other go."""
+        found = self._find(uuid)
+        if found is None:
+            return
+        for member in (found, *found.family()):
+            await asyncio.to_thread(_confine, member.pid, frozenset(cpus), idle=not weight)
 
     async def stop(self, uuid: str) -> None:
         found = self._find(uuid)
@@ -166,6 +184,11 @@ class SystemdSupervisor:
             ceiling = f"MemoryMax={memory_bytes + OWN_MEMORY_BYTES}"
             await self._run("set-property", "--runtime", self._unit(uuid), ceiling)
 
+    async def confine(self, uuid: str, cpus: Sequence[int], weight: int) -> None:
+        allowed = f"AllowedCPUs={' '.join(map(str, cpus))}"
+        share = f"CPUWeight={weight or 'idle'}"
+        await self._run("set-property", "--runtime", self._unit(uuid), allowed, share)
+
     async def start(self, uuid: str, memory_bytes: int = 0) -> None:
         await self.allow(uuid, memory_bytes)
         # --no-block: readiness is asked of the process itself, with our own deadline.
@@ -223,6 +246,19 @@ class SystemdSupervisor:
                 hint="systemctl status and journalctl -u of that unit say more",
             )
         return out
+
+
+def _confine(pid: int, cpus: frozenset[int], *, idle: bool) -> None:
+    """Each thread of a process; one that comes meanwhile has it from the thread that made it."""
+    try:
+        threads = sorted(map(int, os.listdir(f"/proc/{pid}/task")))
+    except OSError:
+        return
+    for thread in threads:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(thread, cpus)
+            if idle:
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
 
 
 def _clean(environ: Mapping[str, str]) -> dict[str, str]:

@@ -102,6 +102,7 @@ class Control:
             "digests": _plain(moving.digests),
             "extents": lambda _parameters, _fds: moving.extents(),
             "reshape": lambda parameters, _fds: (reshaping.reshape(parameters), []),
+            "share": lambda parameters, _fds: (reshaping.share(parameters), []),
             "load": lambda _parameters, fds: (moving.load(fds), []),
         }
 

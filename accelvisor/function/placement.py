@@ -77,6 +77,11 @@ class Placement:
         self._allowed = _affinity()
         self._shares: dict[tuple[int, int], list[set[int]]] = {}
 
+    def refresh(self) -> None:
+        """The process may run elsewhere now. Called by a thread that was never moved by itself."""
+        self._allowed = _affinity()
+        self._shares.clear()
+
     def spread(self, helpers: int) -> Sequence[set[int]]:
         """Fix the calling thread where it runs. Returns processors beside it for each of the
         helpers, which take them themselves (:func:`settle`); none when nobody is to be moved.

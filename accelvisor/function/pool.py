@@ -19,12 +19,16 @@ class Pool:
     """``cores`` cores; the calling thread is one of them. One operation at a time."""
 
     def __init__(self, cores: int) -> None:
+        self._placement = Placement()
+        self._threads: list[threading.Thread] = []
+        self._begin(cores)
+
+    def _begin(self, cores: int) -> None:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._idle = threading.Condition(self._lock)
         self._job: _Job | None = None
         self._stopping = False
-        self._placement = Placement()
         self._threads = [
             threading.Thread(target=self._helper, args=(i - 1,), name=f"core-{i}", daemon=True)
             for i in range(1, cores)
@@ -66,6 +70,15 @@ class Pool:
         if job.error is not None:
             raise job.error
         return job.low
+
+    def resize(self, cores: int) -> None:
+        """Have another number of cores, on the processors that the calling thread may use. Nothing
+        is running meanwhile.
+        """
+        self._placement.refresh()
+        if cores != self.cores:
+            self.close()
+            self._begin(cores)
 
     def close(self) -> None:
         """End the helper threads."""

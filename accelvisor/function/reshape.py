@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelvisor.abi.registers import Interrupt
-from accelvisor.errors import ConflictError, DeadlineError, SystemFailure
+from accelvisor.errors import ConflictError, DeadlineError, SystemFailure, UsageError
 from accelvisor.function import shape as shapes
 from accelvisor.function import state as s
 from accelvisor.function.pauses import finish
@@ -72,6 +73,34 @@ class Reshaping:
                 device.engine.thaw(s.FREEZE_SHAPE)
         device.interrupts.set_cause(Interrupt.SHAPE)
         return {**self._told(), "scrubbed": scrubbed}
+
+    def share(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Borrow so many cores beside one's own, until told otherwise; 0 gives all of them back. No
+        tile runs on a core that was given back when this returns.
+
+        Raises:
+            UsageError: ``borrowed`` is no number of cores.
+            Refusal: the function does not come to a boundary.
+        """
+        borrowed = fields.get("borrowed")
+        if set(fields) != {"borrowed"} or type(borrowed) is not int or (
+            not 0 <= borrowed <= LIMITS.cores
+        ):
+            raise UsageError(
+                f"borrowed is 0 to {LIMITS.cores}, not {borrowed!r}", where="reshape"
+            )
+        device = self._device
+        began = time.perf_counter()
+        try:
+            device.engine.freeze(s.FREEZE_SHAPE, LIMITS.control_reply_s - 0.5)
+        except DeadlineError as error:
+            raise Refusal(errno.EBUSY, error.message, where="reshape") from error
+        try:
+            device.pool.resize(max(1, device.shape.cores) + borrowed)
+        finally:
+            device.engine.thaw(s.FREEZE_SHAPE)
+        took = time.perf_counter() - began
+        return {"pool_cores": device.pool.cores, "took_ms": round(took * 1000, 3)}
 
     def _change(self, wanted: Shape) -> int:
         """With the engine parked. What comes before the record is written may be repeated."""

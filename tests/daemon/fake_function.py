@@ -77,6 +77,7 @@ def main() -> None:
     born = time.monotonic()
 
     peer = ""
+    shares: list[int] = []
     segments = [list(item.values()) for item in spec.get("segments", [])]
     shape = {name: spec.get(name) for name in ("epoch", "cores", "memory_bytes")}
     shape["segments"] = segments
@@ -140,6 +141,9 @@ def main() -> None:
             resets += 1
         if method == "reshape":
             return reshape(parameters)
+        if method == "share":
+            shares.append(parameters["borrowed"])
+            Path(sys.argv[1]).with_suffix(".shares").write_text(json.dumps(shares))
         if method == "status":
             return {"parameters": {"epoch": shape["epoch"], "shape_epoch": shape["epoch"]}}
         return {"parameters": {"resets": resets, "commands": 0}}

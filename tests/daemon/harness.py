@@ -17,7 +17,7 @@ from typing import Any
 
 from accelvisor.control import admin
 from accelvisor.control.client import AdminClient
-from accelvisor.daemon.config import Config, DaemonConfig, LibvirtConfig
+from accelvisor.daemon.config import Config, DaemonConfig, LibvirtConfig, MigrationConfig
 from accelvisor.daemon.daemon import Daemon, Setup
 from accelvisor.daemon.notify import Notifier
 from accelvisor.daemon.paths import Paths
@@ -217,7 +217,11 @@ class Harness:
         self.domains = FakeDomains()
         self.supervisor = SubprocessSupervisor(self.paths, (sys.executable, "-S", "-E", str(FAKE)))
         # The fake function is no spare; test_spares.py has real ones.
-        self.config = Config(daemon=DaemonConfig(spares=0), libvirt=LibvirtConfig(uri="fake"))
+        self.config = Config(
+            daemon=DaemonConfig(spares=0),
+            libvirt=LibvirtConfig(uri="fake"),
+            migration=MigrationConfig(listen="127.0.0.1:0"),
+        )
 
     def setup(self, **changes: Any) -> Setup:
         made = Setup(

@@ -22,6 +22,7 @@ from accelvisor.function.cache import Cache
 from accelvisor.function.launch import Launch, Launcher, Step
 from accelvisor.function.objects import Memory
 from accelvisor.function.pauses import Pauses
+from accelvisor.isolation.segments import SegmentTable
 from accelvisor.limits import KIB, MIB
 from accelvisor.vfio_user.messages import DMA_ACCESS
 from accelvisor.vfio_user.protocol import TYPE_REPLY, Command
@@ -32,6 +33,8 @@ from tests.function.test_dma import PAGE, Bench
 F32 = DType.FLOAT32
 REMOTE = 0x2_0000_0000
 CHUNK = 64 * KIB
+
+TABLE = SegmentTable((), 1)
 
 
 class Client:
@@ -361,8 +364,9 @@ def test_the_longest_program_stores_no_turn_twice() -> None:
     idle: Any = Step(SimpleNamespace(tiles=0), [], ())  # type: ignore[arg-type]
     pool: Any = SimpleNamespace(cores=1)
     steps = [idle] * 4096
-    launcher = Launcher(state, nothing, nothing, pool)
-    for _ in launcher.run(Launch(nothing, steps, 0), 0, 4, lambda: False):
+    memory: Any = SimpleNamespace(table=TABLE)
+    launcher = Launcher(state, memory, nothing, pool)
+    for _ in launcher.run(Launch(nothing, steps, 0, TABLE), 0, 4, lambda: False):
         raise AssertionError("nothing asked for a pause")
     assert words.stored == sorted(words.stored)
     assert len(set(words.stored)) == len(words.stored) == 4 * 4096
@@ -386,9 +390,10 @@ def test_an_operation_of_few_long_tiles_uses_every_core_from_the_first(
     pool: Any = SimpleNamespace(cores=2, run=together)
     work: Any = SimpleNamespace(tiles=4, run_tile=lambda _, tile: ran.append(tile))
     nothing: Any = None
+    memory: Any = SimpleNamespace(table=TABLE)
     step = Step(work, [], (), tile_s=tile_s)
-    for _ in Launcher(state, nothing, nothing, pool).run(
-        Launch(nothing, [step], 0), 0, 1, lambda: False
+    for _ in Launcher(state, memory, nothing, pool).run(
+        Launch(nothing, [step], 0, TABLE), 0, 1, lambda: False
     ):
         raise AssertionError("nothing asked for a pause")
     assert ran == alone
