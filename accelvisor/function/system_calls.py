@@ -184,10 +184,10 @@ def _number(library: Any, name: str) -> int:
 @cache
 def prepare() -> Filter | None:
     """The filter, built once for this process and its forks; None on a host without libseccomp."""
-    library = _library()
-    if library is None or struct.calcsize("P") != 8:
-        return None  # 32-bit machines have other names for half of the list
     try:
+        library = _library()
+        if library is None or struct.calcsize("P") != 8:
+            return None  # 32-bit machines have other names for half of the list
         return Filter(library)
     except Exception:  # two bindings, several versions: each has errors of its own
         log.exception("no filter of system calls")
