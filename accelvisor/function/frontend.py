@@ -183,7 +183,7 @@ class Frontend:
         """Complete the leading run of NOPs and FENCEs of ``block``; returns how many they were."""
         status = 0
         if self._u32[lane.record] == _FAULTED:
-            status = int(CommandStatus.CONTEXT_STOPPED)
+            status = int(self._stopped)
         words = memoryview(block).cast("I")
         out = bytearray(count * COMPLETION_BYTES)
         pack = COMPLETION.pack_into
@@ -279,7 +279,7 @@ class Frontend:
             if opcode in _LIGHT:
                 return 0, 0, 0
             if self._u32[lane.record] == _FAULTED and opcode != Opcode.QUERY:
-                return CommandStatus.CONTEXT_STOPPED, 0, 0
+                return self._stopped, 0, 0
             if self._inherited and lane.index in self._inherited:
                 self._inherited.discard(lane.index)
                 self._blame(lane.cursor)
@@ -299,6 +299,11 @@ class Frontend:
             finished: Result = stop.value
             return finished
         return None
+
+    @property
+    def _stopped(self) -> CommandStatus:
+        """What commands of a context that has stopped complete with."""
+        return CommandStatus.REVOKED if self.revoked else CommandStatus.CONTEXT_STOPPED
 
     def _blame(self, cursor: int) -> None:
         """Count one more worker that died over a command without bringing it further.

@@ -13,7 +13,9 @@
     │   └── DeviceInTransition the device did not come back from a migration or reset in time
     ├── DeviceFault        the context was stopped; open a new one
     ├── DeviceReset        the function was reset: contexts, tensors and programs are gone
-    └── DeviceBroken       the function's process gave up: no command will complete
+    ├── DeviceBroken       the function's process gave up: no command will complete
+    ├── DeviceRevoked      the host took the function's resources away: no command is carried out
+    └── DeviceQuarantined  it faulted again and again: commands wait until the host has looked
 
 An error that stems from a completion carries its ``status`` (CommandStatus), and its code is
 ``device-`` and the status name in kebab case, for example ``device-bad-address``.
@@ -74,6 +76,21 @@ class DeviceBroken(HostError):  # noqa: N818
     code = "device-broken"
 
 
+class DeviceRevoked(HostError):  # noqa: N818
+    """The host took the function's cores and memory away: no command is carried out any more."""
+
+    code = "device-revoked"
+    status: int = 0
+
+
+class DeviceQuarantined(HostError):  # noqa: N818
+    """The function faulted again and again, and stands still until somebody resets it from the
+    host. What was submitted waits.
+    """
+
+    code = "device-quarantined"
+
+
 class CommandTimeout(DeadlineError):  # noqa: N818
     """No completion came within the deadline; the command may still run."""
 
@@ -105,6 +122,7 @@ _HINTS = {
     CommandStatus.BINDING_MISMATCH: "give each argument the dtype and shape the program declares",
     CommandStatus.IN_USE: "wait for the launches that use it, then try again",
     CommandStatus.BUS_MASTER_OFF: "another driver switched bus mastering off: open it again",
+    CommandStatus.REVOKED: "the VM's administrator can detach the device and attach another",
     CommandStatus.DEVICE_ERROR: "a bug of the device: report it with the function's log",
 }
 
@@ -129,8 +147,10 @@ def error_from(completion: Completion, detail: str = "") -> AccelvisorError:
     code = "device-" + status.name.lower().replace("_", "-")
     message = detail or f"the device answered {status.name.lower().replace('_', ' ')}"
     hint = _HINTS.get(status, "")
-    kind: type[CommandRefused | ProgramRefused | DeviceFull | DeviceFault]
-    if status.is_fault:
+    kind: type[CommandRefused | ProgramRefused | DeviceFull | DeviceFault | DeviceRevoked]
+    if status is CommandStatus.REVOKED:
+        kind = DeviceRevoked
+    elif status.is_fault:
         kind = DeviceFault
         hint = hint or "the context stopped: close it, or call Function.restart()"
     elif status in _FULL:

@@ -34,7 +34,12 @@ from accelvisor.abi.registers import (
     WindowLayout,
 )
 from accelvisor.errors import AccelvisorError, ProtocolError, UsageError
-from accelvisor.guest.errors import DeviceBroken, DeviceReset
+from accelvisor.guest.errors import (
+    DeviceBroken,
+    DeviceQuarantined,
+    DeviceReset,
+    DeviceRevoked,
+)
 from accelvisor.guest.registers import Registers
 from accelvisor.guest.transport import Transport
 from accelvisor.guest.waiting import Spinning, WaitPolicy
@@ -234,6 +239,19 @@ class Rings:
                 hint="the host's log says why; the function must be created again",
             )
             raise self._dead
+        if state.status & Status.REVOKED:
+            self._dead = DeviceRevoked(
+                "the host took the function's cores and memory away",
+                where=f"queue:{self.index}",
+                hint="the VM's administrator can detach the device and attach another",
+            )
+            raise self._dead
+        if state.status & Status.QUARANTINED:
+            raise DeviceQuarantined(
+                "the function faulted again and again, and stands still",
+                where=f"queue:{self.index}",
+                hint="the host's administrator can reset it: accelctl function reset",
+            )
         if state.reset_count != self._reset_count:
             self._dead = DeviceReset(
                 "the function was reset",

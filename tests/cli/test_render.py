@@ -32,8 +32,8 @@ def test_columns_are_aligned_and_numbers_to_the_right() -> None:
 
 
 def test_runs_of_cores() -> None:
-    assert render._numbers([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
-    assert render._numbers([]) == ""
+    assert render.numbers([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+    assert render.numbers([]) == ""
 
 
 def test_a_tree_of_anything() -> None:
