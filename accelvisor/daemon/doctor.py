@@ -11,7 +11,7 @@ import grp
 import re
 import stat
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -163,6 +163,48 @@ def _judge_functions(functions: Sequence[Function]) -> Check:
         hint = "accelctl function show NAME says why, accelctl function reset NAME starts it anew"
         return Check("functions", PROBLEM, f"failed: {', '.join(failed)}", hint)
     return Check("functions", OK, f"{len(functions)}, none failed")
+
+
+def judge_confinement(facts: Facts, told: Mapping[str, Mapping[str, object]]) -> Check:
+    """What does not hold back a function that its guest took over.
+
+    Args:
+        told: function's name -> the measures in its ``status``; those that did not say are absent.
+    """
+    missing: list[str] = []
+    hints: list[str] = []
+    if facts.systemd is None or facts.supervisor != "systemd":
+        missing.append("no ceiling on memory, processors and threads")
+        missing.append("no network, mounts and devices of their own")
+        hints.append('a host with systemd, and [daemon] supervisor = "systemd"')
+    else:
+        for controller, what in _CEILINGS:
+            if controller not in facts.controllers:
+                missing.append(f"no ceiling on {what}")
+                hints.append(f"the {controller} controller of cgroup v2")
+    for measure, (without, hint) in _MEASURES.items():
+        names = [name for name, measures in told.items() if not measures.get(measure, False)]
+        if names:
+            missing.append(f"{without} ({', '.join(sorted(names))})")
+            hints.append(hint)
+    if missing:
+        return Check("confinement", WARNING, "; ".join(missing), "needs " + ", ".join(hints))
+    return Check("confinement", OK, f"every measure, in each of {len(told)} functions that say")
+
+
+#: Controller of cgroup v2 -> what has no ceiling without it.
+_CEILINGS = (("memory", "memory"), ("cpu", "processors"), ("pids", "threads"))
+#: Measure of a worker -> what it may do without it, and what it needs.
+_MEASURES = {
+    "system_calls": ("all system calls of their user", "libseccomp (python3-seccomp)"),
+    "landlock": ("all files of their user", "a kernel with Landlock switched on (lsm=)"),
+    "no_new_privileges": ("privileges of programs", "a newer kernel"),
+    "no_capabilities": ("capabilities", "a newer kernel"),
+    "concealed": ("each other's memory", "prctl(2) in the functions"),
+    "no_core_dump": ("core dumps of guests' memory", "setrlimit(2) in the functions"),
+    "descriptor_limit": ("descriptors without a limit", "setrlimit(2) in the functions"),
+    "resource_limits": ("locked memory and realtime", "setrlimit(2) in the functions"),
+}
 
 
 def judge_view(view: View, functions: Sequence[Function]) -> list[Check]:

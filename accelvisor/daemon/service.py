@@ -6,13 +6,13 @@ import asyncio
 import os
 import platform
 import uuid as uuids
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import accelvisor
 from accelvisor.abi import ABI_MAJOR, ABI_MINOR
-from accelvisor.daemon import admission, attach, doctor, wire
+from accelvisor.daemon import admission, attach, doctor, function_link, wire
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions
@@ -22,7 +22,8 @@ from accelvisor.daemon.moving.operator import Operator
 from accelvisor.daemon.moving.service import MovingMethods
 from accelvisor.daemon.reconcile import View
 from accelvisor.daemon.shaping import Shaping
-from accelvisor.errors import NotFoundError, UsageError
+from accelvisor.daemon.store import Function
+from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
 from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import Domain, DomainsPort
 
@@ -31,6 +32,8 @@ ALIVE_S = 15.0
 STOP_S = 60.0
 DETACH_S = 15.0
 LONGEST_S = 600.0
+#: Doctor asks each function's worker; one that is busy for longer does not say.
+ASKED_S = 2.0
 #: When to see whether a domain that was about to start with a function that was free has done so
 #: (seconds): libvirt tells of one that did, and nothing of a transient one that could not.
 STARTED_S = (3.0, 30.0, 300.0)
@@ -139,8 +142,25 @@ class AdminService(MovingMethods, IsolationMethods):
             doctor.Check(item.name, item.severity.value, item.found, item.hint) for item in findings
         ]
         checks += doctor.judge(facts, self._registry.all())
+        checks.append(doctor.judge_confinement(facts, await self._confinement()))
         checks += doctor.judge_view(view, self._registry.all())
         return {"checks": [item.to_dict() for item in checks]}
+
+    async def _confinement(self) -> dict[str, Mapping[str, object]]:
+        """By name: which measures each function's worker says are active."""
+        paths = self._functions.world.paths
+
+        async def ask(item: Function) -> tuple[str, object]:
+            try:
+                status = await function_link.call(
+                    paths.function(item.uuid).control_socket, "status", deadline_s=ASKED_S
+                )
+            except AccelvisorError:
+                return item.name, None  # its state, or the next check, says so
+            return item.name, status.get("sandbox")
+
+        told = await asyncio.gather(*map(ask, self._registry.all()))
+        return {name: measures for name, measures in told if isinstance(measures, dict)}
 
     # --- functions -------------------------------------------------------------------------------
 

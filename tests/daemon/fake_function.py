@@ -3,6 +3,7 @@
 UUID.gave-up, UUID.connected, UUID.quarantined and UUID.dirty there make it say so; a shy one admits
 no VM, an unwilling spare becomes nothing. In UUID.shaping: "stiff" refuses another shape, "lost"
 takes it and dies before it answers, "absent" dies before it takes it, "liar" only says it took it.
+UUID.sandbox is added to its worker's status.
 """
 
 from __future__ import annotations
@@ -145,7 +146,9 @@ def main() -> None:
             shares.append(parameters["borrowed"])
             Path(sys.argv[1]).with_suffix(".shares").write_text(json.dumps(shares))
         if method == "status":
-            return {"parameters": {"epoch": shape["epoch"], "shape_epoch": shape["epoch"]}}
+            told = json.loads(said_in("sandbox") or "{}")
+            fields = {"epoch": shape["epoch"], "shape_epoch": shape["epoch"], **told}
+            return {"parameters": fields}
         return {"parameters": {"resets": resets, "commands": 0}}
 
     if temper == "stubborn":

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import stat
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,7 +106,7 @@ def test_the_hypervisors_findings_come_first(harness: Harness) -> None:
                 "hint": "apt install",
             }
             own = [item.name for item in judge(GOOD, [])]
-            assert [item["name"] for item in checks[1:]] == [*own, "claims"]
+            assert [item["name"] for item in checks[1:]] == [*own, "confinement", "claims"]
 
     asyncio.run(scenario())
 
@@ -126,6 +128,65 @@ def test_a_socket_that_a_group_was_given_is_said_to_be_narrow() -> None:
 )
 def test_the_unit_that_a_daemon_runs_in(cgroups: str, unit: str) -> None:
     assert doctor._unit(cgroups) == unit
+
+
+ALL = {
+    "no_new_privileges": True, "no_capabilities": True, "descriptor_limit": True, "landlock": 7,
+    "no_core_dump": True, "resource_limits": True, "concealed": True, "system_calls": True,
+}  # fmt: skip
+HOST = replace(GOOD, controllers=("cpu", "memory", "pids"))
+
+
+def test_a_host_that_enforces_everything_is_said_to() -> None:
+    for told in ({}, {"f": ALL, "g": ALL}):
+        found = doctor.judge_confinement(HOST, told)
+        assert (found.severity, found.hint) == (OK, "")
+        assert f" {len(told)} " in found.found
+
+
+@pytest.mark.parametrize("measure", ALL)
+def test_a_measure_that_one_function_lacks_is_named_with_the_function(measure: str) -> None:
+    for lacking in ({**ALL, measure: 0}, {name: on for name, on in ALL.items() if name != measure}):
+        found = doctor.judge_confinement(HOST, {"good": ALL, "poor": lacking})
+        assert found.severity == WARNING
+        assert "(poor)" in found.found
+        assert found.hint
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"systemd": None, "supervisor": "subprocess"}, "no ceiling on memory, processors"),
+        ({"supervisor": "subprocess"}, "no network, mounts and devices of their own"),
+        ({"controllers": ("cpu", "pids")}, "no ceiling on memory"),
+        ({"controllers": ("memory", "pids")}, "no ceiling on processors"),
+        ({"controllers": ("cpu", "memory")}, "no ceiling on threads"),
+    ],
+)
+def test_what_only_units_can_enforce_is_said_where_there_are_none(
+    changes: dict[str, Any], text: str
+) -> None:
+    found = doctor.judge_confinement(replace(HOST, **changes), {"f": ALL})
+    assert found.severity == WARNING
+    assert text in found.found
+    assert found.hint
+
+
+def test_doctor_asks_the_functions_themselves(harness: Harness) -> None:
+    """The harness's host has no units; what its function says comes on top, or is no guess."""
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            made = await harness.create("f")
+            told = harness.paths.function(made["uuid"]).spec.with_suffix(".sandbox")
+            checks = {item["name"]: item for item in (await harness.call("Doctor"))["checks"]}
+            assert checks["confinement"]["severity"] == WARNING
+            assert "all system calls" not in checks["confinement"]["found"]
+            told.write_text(json.dumps({"sandbox": {**ALL, "system_calls": False}}))
+            checks = {item["name"]: item for item in (await harness.call("Doctor"))["checks"]}
+            assert "all system calls of their user (f)" in checks["confinement"]["found"]
+
+    asyncio.run(scenario())
 
 
 def test_claims_and_unreadable_domains_are_findings() -> None:
