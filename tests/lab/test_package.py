@@ -166,6 +166,23 @@ def test_the_units_are_well_formed_and_sandboxed(installed: LabHost, unit: str) 
         assert "Overall exposure level" in installed.run(rate).stdout
 
 
+def test_a_function_in_its_unit_takes_every_measure_that_the_kernel_has(
+    installed: LabHost,
+) -> None:
+    ask = "from accelvisor.function import landlock; print(landlock.version())"
+    version = int(installed.run(["python3", "-c", ask]).stdout)
+    uuid = create(installed, "confined")
+    say = (
+        "import asyncio, json, pathlib; from accelvisor.daemon.function_link import call;"
+        f" path = pathlib.Path('/run/accelvisor/function/{uuid}/control.sock');"
+        " print(json.dumps(asyncio.run(call(path, 'status'))['sandbox']))"
+    )
+    measures = json.loads(installed.run(["python3", "-c", say]).stdout)
+    accelctl(installed, "function", "delete", "confined")
+    assert measures.pop("landlock") == version
+    assert all(measures.values()), measures
+
+
 def test_a_function_is_made_of_the_spare_that_waits_in_its_unit(installed: LabHost) -> None:
     def spare() -> bool:
         return bool(accelctl(installed, "host", "show")["host"]["spares"])
