@@ -34,7 +34,7 @@ from accelvisor.daemon.lifecycle import Event, State, move
 from accelvisor.daemon.paths import peer
 from accelvisor.daemon.reconcile import Action, Change, Repair, View
 from accelvisor.daemon.store import Function
-from accelvisor.errors import AccelvisorError
+from accelvisor.errors import AccelvisorError, DeadlineError
 from accelvisor.hypervisor.port import Domain
 from accelvisor.limits import LIMITS
 
@@ -52,6 +52,8 @@ TOGETHER = 4
 REVIVE_S = 3.0
 #: The pause after the first failed revival, and the longest one (seconds).
 PAUSE_S = 5.0
+#: How long a holder is waited for that has nothing to tell: then it is asked anew (seconds).
+WAIT_S = 3600.0
 #: Why a function stands still, for people.
 QUARANTINED = (
     f"its programs faulted {LIMITS.fault_row} times in a row, again and again: resets did not help"
@@ -245,32 +247,60 @@ class Keeper:
                 LOG.warning("cannot see the process of function %s: %s", uuid, error.message)
                 await asyncio.sleep(ADOPT_S)
         process = processes.of_pid(pid) if pid is not None else None
-        while process is not None and not await process.wait(self._functions.world.poll_s):
-            gave_up = await self._look_at(uuid)
-            if gave_up:
-                return f"gave up: {gave_up}"
-        return "ended"
+        if process is None:
+            return "ended"
+        loop = asyncio.get_running_loop()
+        ended = loop.create_task(process.ended())
+        trouble = loop.create_task(self._gave_up(uuid))
+        try:
+            await asyncio.wait((ended, trouble), return_when=asyncio.FIRST_COMPLETED)
+            return "ended" if ended.done() else f"gave up: {trouble.result()}"
+        finally:
+            for task in (ended, trouble):
+                task.cancel()
+            await asyncio.gather(ended, trouble, return_exceptions=True)
 
-    async def _look_at(self, uuid: str) -> str:
-        """Why its holder serves no more, or empty. One that does not answer now is asked later.
-        Whether its device stands still because of its faults goes into the row.
+    async def _gave_up(self, uuid: str) -> str:
+        """Wait until its holder serves no more; why. Whether its device stands still because of its
+        faults goes into the row meanwhile.
+
+        The holder answers when there is something new, so an idle function is not woken. One that
+        does not answer, or answers at once with what is known, is asked again after a pause.
         """
         files = self._functions.world.paths.function(uuid)
-        try:
-            status = await function_link.call(files.holder_socket, "status")
-        except AccelvisorError as error:
-            LOG.warning("function %s: %s", uuid, error.message)
-            return ""
-        function = self._registry.get(uuid)
-        quarantined = bool(status.get("quarantined"))
-        if function is not None and quarantined != bool(function.quarantine):
-            await self._quarantine(uuid, quarantined)
-        return str(status.get("gave_up") or "")[:200]
+        row = self._registry.get(uuid)
+        quarantined = row is not None and bool(row.quarantine)
+        known: dict[str, object] = {"gave_up": "", "quarantined": quarantined}
+        while True:
+            try:
+                said = await function_link.call(
+                    files.holder_socket, "wait", known, deadline_s=WAIT_S
+                )
+            except DeadlineError:
+                continue
+            except AccelvisorError as error:
+                LOG.debug("function %s: %s", uuid, error.message)
+                await asyncio.sleep(self._functions.world.poll_s)
+                continue
+            now: dict[str, object] = {
+                "gave_up": str(said.get("gave_up") or "")[:200],
+                "quarantined": bool(said.get("quarantined")),
+            }
+            if now["gave_up"]:
+                return str(now["gave_up"])
+            function = self._registry.get(uuid)
+            if function is not None and now["quarantined"] != bool(function.quarantine):
+                await self._quarantine(uuid, bool(now["quarantined"]))
+            if now == known:
+                await asyncio.sleep(self._functions.world.poll_s)
+            known = now
 
     async def _quarantine(self, uuid: str, quarantined: bool) -> None:
         async with self._functions.lock(uuid):
             function = self._registry.get(uuid)
             if function is None or function.state in (State.CREATING, State.DELETING):
+                return
+            if bool(function.quarantine) == quarantined:
                 return
             kind, why = "function-released", ""
             if quarantined:

@@ -1,11 +1,11 @@
 """``python3 -m accelvisor.function SPEC.json``: run one function until SIGTERM.
 
-The zygote is forked before anything else is imported: its imports take the longest, and run beside
-the holder's own start.
+The zygote is forked before the holder imports what only it needs.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -19,14 +19,17 @@ def main(arguments: list[str]) -> int:
     # Tiles are the parallelism; a BLAS with threads of its own would only fight them for cores.
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
-    from accelvisor.function.sandbox import conceal
+    from accelvisor.function.hiding import conceal
 
     conceal()
+    # What holder and zygote both need comes first, and is shared; the zygote's own imports take the
+    # longest, and run beside the rest of the holder's.
+    from accelvisor.function import shape, zygote  # noqa: F401
+
+    gc.freeze()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
-        from accelvisor.function import zygote
-
         ours.close()
         zygote.run(theirs)
     theirs.close()

@@ -17,6 +17,7 @@ GONE = 3  # argument: number of the connection that ended
 HERE = 8  # argument: the worker's pid, before it does anything
 READY = 4  # it serves
 MEMORY = 10  # brings another file, which is the device's memory from here on
+TROUBLE = 11  # the function was quarantined, or computes again: who waits for that is told
 
 # holder to worker
 CONNECT = 5  # argument: number of the connection; brings the socket

@@ -13,7 +13,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from accelvisor.abi.registers import BAR0_BYTES, BAR_REGISTERS, BAR_WINDOW, PAGE
@@ -84,6 +84,8 @@ class Device:
         state.u32[s.R_FREEZE] &= ~s.FREEZE_SHAPE  # whoever asked for it asks again
         self.descriptors = descriptors
         self.incoming: dict[int, int] = {}
+        #: Called when the function was quarantined, or computes again.
+        self.on_trouble: Callable[[], None] = lambda: None
         self.window_fd = window_fd
         self._window_map = mmap.mmap(window_fd, spec.window_bytes)
         self.window = memoryview(self._window_map)
@@ -189,6 +191,7 @@ class Device:
         if count >= most and now - u64[slot] < 60_000_000_000:
             log.warning("quarantined: faults in a row after %d resets within a minute", most)
             self.engine.hold(s.FREEZE_QUARANTINE)
+            self.on_trouble()
             return
         u64[slot] = now
         u64[s.W_FAULT_RESETS] = count + 1
@@ -200,6 +203,7 @@ class Device:
             self.state.u64[s.W_FAULT_TIMES + slot] = 0
         self.state.u32[s.R_ROW] = 0
         self.engine.thaw(s.FREEZE_QUARANTINE)
+        self.on_trouble()
 
     def reload(self) -> None:
         """The state was replaced while the engine is frozen: derive everything from it anew."""

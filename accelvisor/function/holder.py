@@ -31,6 +31,7 @@ from accelvisor.function import zygote
 from accelvisor.function.doors import Doors
 from accelvisor.function.endpoints import has_data, listen, memfd, notify_ready, open_descriptors
 from accelvisor.function.giveup import Answerer
+from accelvisor.function.hiding import slim
 from accelvisor.function.loop import Loop
 from accelvisor.function.requests import Answer, Requests
 from accelvisor.function.spec import Spec
@@ -67,6 +68,7 @@ class Holder:
         self._gap_ms = 0.0
         self._died_at = 0.0
         self._ready = False
+        self._requests: Requests | None = None
         self._gave_up = ""
         self._renewing = False
         self._for_good = False
@@ -102,6 +104,7 @@ class Holder:
             listen(spec.holder_socket),
             {
                 "status": self._status,
+                "wait": self._wait,
                 "admit": self._doors.admit,
                 "lend": self._lend,
                 "shape": self._remember,
@@ -115,6 +118,7 @@ class Holder:
             spec.keeper,
         )
         self._doors.open()
+        slim()
         try:
             self._loop.run()
         finally:
@@ -257,6 +261,8 @@ class Holder:
             self._drop(argument)
         elif kind == ch.MEMORY and len(fds) == 1:
             self._adopt_memory(fds.pop())
+        elif kind == ch.TROUBLE:
+            self._tell_trouble()
         elif kind == ch.GONE and argument == self._number:
             self._disconnect()
         elif kind == ch.HERE:
@@ -357,6 +363,7 @@ class Holder:
         if self._gave_up:
             return
         self._gave_up = reason
+        self._tell_trouble()
         print(f"function {self._spec.uuid}: gave up: {reason}", file=sys.stderr, flush=True)
         link = self._worker
         if link is not None:
@@ -379,6 +386,7 @@ class Holder:
             os.close(fd)
         self._make_memory()
         self._gave_up = ""
+        self._tell_trouble()
         if self._zygote is None:
             self._start_zygote()
         elif self._worker is None:
@@ -458,6 +466,24 @@ class Holder:
             "open_descriptors": open_descriptors(),
             "uptime_s": round(self._clock() - self._started_at, 3),
         }
+
+    def _trouble(self) -> dict[str, Any]:
+        return {
+            "gave_up": self._gave_up,
+            "quarantined": self._watchdog.frozen_by(FREEZE_QUARANTINE),
+        }
+
+    def _tell_trouble(self) -> None:
+        if self._requests is not None:
+            self._requests.wake(self._trouble())
+
+    def _wait(self, parameters: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What is wrong, as soon as that is something else than what the caller knows: nobody has
+        to look again and again, and an idle function is not woken.
+        """
+        now = self._trouble()
+        known = {name: parameters.get(name) for name in now}
+        return None if known == now else now
 
     def _kill_worker(self, *_: object) -> dict[str, Any]:
         pid = self._worker_pid

@@ -32,7 +32,7 @@ from accelvisor.abi.status import CommandStatus
 from accelvisor.function import state as s
 from accelvisor.function.pauses import Pauses, finish
 from accelvisor.function.state import State
-from accelvisor.function.track import Track
+from accelvisor.function.track import Track, data_ranges
 from accelvisor.isolation.segments import SegmentTable
 from accelvisor.limits import LIMITS
 
@@ -224,9 +224,12 @@ class Objects:
         self.version += 1
         half = []
         step = PAGE // s.OBJECT_BYTES
+        # A page that was never written is not read: reading would make it, a megabyte in all.
+        table = data_ranges(self._state.fd, s.OBJECTS_AT, s.object_at(s.OBJECTS))
+        written = {page for a, b in table for page in range(a // PAGE, (b + PAGE - 1) // PAGE)}
         for first in range(0, s.OBJECTS, step):
             at = s.object_at(first)
-            if bytes(self._state.u8[at : at + PAGE]) == _ZERO_PAGE:
+            if at // PAGE not in written or bytes(self._state.u8[at : at + PAGE]) == _ZERO_PAGE:
                 self._free.extend(range(first, first + step))
                 continue
             for slot in range(first, first + step):

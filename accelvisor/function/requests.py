@@ -25,8 +25,8 @@ class Answer(NamedTuple):
     fds: list[int]
 
 
-#: From a request's parameters to those of the reply.
-Method = Callable[[Mapping[str, Any]], "dict[str, Any] | Answer"]
+#: From a request's parameters to those of the reply; None: it comes later (:meth:`Requests.wake`).
+Method = Callable[[Mapping[str, Any]], "dict[str, Any] | Answer | None"]
 
 
 def allowed(client: socket.socket, keeper: int) -> bool:
@@ -84,6 +84,7 @@ class Requests:
         self._forget = forget
         self._keeper = keeper
         self._clients: dict[int, tuple[socket.socket, bytearray]] = {}
+        self._waiting: set[int] = set()
         watch(listener.fileno(), self._accept)
 
     def _accept(self) -> None:
@@ -112,16 +113,32 @@ class Requests:
             for request in taken(buffer) if data else ():
                 # Answers are small: a client whose socket is full does not read, and is dropped.
                 answer, fds = self.answer(request)
-                reply(client, json.dumps(answer).encode() + b"\0", fds)
+                if answer is None:
+                    self._waiting.add(fd)
+                else:
+                    reply(client, json.dumps(answer).encode() + b"\0", fds)
         except OSError:
             data = b""
         if not data or len(buffer) > REQUEST_BYTES:
-            self._forget(fd)
-            del self._clients[fd]
-            client.close()
+            self._drop(fd)
 
-    def answer(self, raw: bytes) -> tuple[dict[str, Any], list[int]]:
-        """The reply to one request's JSON, and its descriptors."""
+    def _drop(self, fd: int) -> None:
+        self._forget(fd)
+        self._waiting.discard(fd)
+        self._clients.pop(fd)[0].close()
+
+    def wake(self, parameters: Mapping[str, Any]) -> None:
+        """Answer everybody who waits."""
+        waiting, self._waiting = self._waiting, set()
+        for fd in waiting:
+            try:
+                text = json.dumps({"parameters": dict(parameters)})
+                reply(self._clients[fd][0], text.encode() + b"\0", [])
+            except OSError:
+                self._drop(fd)
+
+    def answer(self, raw: bytes) -> tuple[dict[str, Any] | None, list[int]]:
+        """The reply to one request's JSON, None for one that comes later; and its descriptors."""
         try:
             try:
                 request = json.loads(raw)
@@ -134,6 +151,8 @@ class Requests:
                     hint="methods: " + ", ".join(self._methods),
                 ) from error
             found = call(parameters)
+            if found is None:
+                return None, []
             answer = found if isinstance(found, Answer) else Answer(found, [])
             return {"parameters": answer.parameters}, answer.fds
         except AccelvisorError as error:

@@ -24,8 +24,6 @@ from accelvisor.function.state import FD_SLOTS
 _libc = ctypes.CDLL(None)
 
 _PR_GET_DUMPABLE = 3
-_PR_SET_DUMPABLE = 4
-_PR_SET_NAME = 15
 _PR_CAPBSET_DROP = 24
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT = 47
@@ -38,18 +36,6 @@ _MAX_FDS = 4 * FD_SLOTS
 _UNUSED = (
     resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_NICE,
 )  # fmt: skip
-
-
-def conceal() -> None:
-    """No other process of this user may trace this one or its children, read their memory, or see
-    their files: functions share a user. For the holder before it forks; an exec would undo it.
-    """
-    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-
-def rename(name: str) -> None:
-    """What ps and top show."""
-    _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def prepare() -> None:

@@ -214,6 +214,7 @@ class State:
     """
 
     def __init__(self, fd: int) -> None:
+        self.fd = fd  # stays the caller's
         self.map = mmap.mmap(fd, STATE_BYTES)
         self.u8 = memoryview(self.map)
         self.u32 = self.u8.cast("I")

@@ -22,7 +22,16 @@ from typing import NamedTuple
 from accelvisor.errors import DataError
 from accelvisor.function import blame
 from accelvisor.function import state as s
-from accelvisor.function.channel import CONNECT, GONE, HERE, MESSAGE_BYTES, READY, pack, unpack
+from accelvisor.function.channel import (
+    CONNECT,
+    GONE,
+    HERE,
+    MESSAGE_BYTES,
+    READY,
+    TROUBLE,
+    pack,
+    unpack,
+)
 from accelvisor.function.control import Control
 from accelvisor.function.descriptors import Descriptors, teller
 from accelvisor.function.device import Device
@@ -85,6 +94,7 @@ class Worker:
             inherited.track,
             self._descriptors,
         )
+        self._device.on_trouble = lambda: self._tell(pack(TROUBLE), ())
         self._device.frontend.points = blame.CRASH if inherited.crashed else blame.KILL
         self._connection: socket.socket | None = None
         self._number = 0

@@ -18,7 +18,7 @@ import traceback
 from typing import TYPE_CHECKING, NoReturn
 
 from accelvisor.function.channel import FORK, MESSAGE_BYTES, SPEC, WARM, pack, unpack
-from accelvisor.function.sandbox import prepare, rename
+from accelvisor.function.hiding import rename, slim
 
 if TYPE_CHECKING:
     from accelvisor.function.spec import Spec
@@ -49,9 +49,11 @@ def run(link: socket.socket, spec: Spec | None = None) -> NoReturn:
         # again and again would take a tenth of a function's start.
         gc.disable()
         from accelvisor.function import worker
+        from accelvisor.function.sandbox import prepare
         from accelvisor.function.spec import parse
 
         prepare()
+        slim()
         gc.freeze()  # and it stays shared between the workers
         gc.enable()
         link.send(pack(WARM, os.getpid()))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +14,7 @@ from accelvisor.abi.registers import Interrupt, QueueReg, QueueStatus, Reg, Stat
 from accelvisor.abi.status import CommandStatus
 from accelvisor.function import state as s
 from accelvisor.limits import LIMITS
-from tests.function.harness import Local, Ring, running
+from tests.function.harness import Local, Ring, call, running, wait_for
 
 
 @pytest.fixture
@@ -114,3 +117,29 @@ def test_the_holder_says_so_without_asking_the_worker() -> None:
             pass
         state = process.control("status")
         assert state["quarantined"] is False
+
+
+def test_who_waits_for_trouble_is_told_at_once_and_nobody_is_woken_before() -> None:
+    with running() as process:
+        told: list[object] = []
+        known = {"gave_up": "", "quarantined": False}
+        waiter = threading.Thread(
+            target=lambda: told.append(call(process.spec.holder_socket, "wait", known))
+        )
+        waiter.start()
+        wait_for(lambda: process.holder("status")["open_descriptors"], "an answer meanwhile")
+        pid = process.holder("status")["holder_pid"]
+        before = switches(pid)
+        time.sleep(0.5)
+        assert switches(pid) == before, "an idle holder sleeps"
+        assert not told
+        process.holder("give-up")
+        waiter.join(5)
+        assert told == [{"gave_up": "asked to", "quarantined": False}]
+        assert call(process.spec.holder_socket, "wait", known) == told[0]
+
+
+def switches(pid: int) -> int:
+    """How often a process has been put on a processor."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    return sum(int(line.split()[1]) for line in text.splitlines() if "ctxt_switches" in line)

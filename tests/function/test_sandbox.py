@@ -14,7 +14,7 @@ from accelvisor.function import landlock, sandbox, system_calls
 
 _SCRIPT = """
 import ctypes, os
-from accelvisor.function.sandbox import conceal, rename
+from accelvisor.function.hiding import conceal, rename
 conceal()
 rename("av-test")
 if os.fork() == 0:
