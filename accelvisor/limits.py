@@ -118,8 +118,13 @@ class Limits:
     config_bytes: int = MIB
     # Of one host; each is three processes.
     functions: int = 256
-    # VMs that wait for a static function: as many as a host has functions.
-    function_waiters: int = 256
+    # VMs that wait for a static function: each holds a connection of the admin socket, and half of
+    # those stay for whoever gives one back.
+    function_waiters: int = 32
+    # A day: whoever waits longer asks again.
+    function_wait_s: float = 86_400.0
+    # One host's domains that it asked a place for, and may bring: it has no more VMs on their way.
+    function_askers: int = 256
     # Of one host; they are only numbers, but every placement looks at each.
     cards: int = 64
     # Names appear in tables, file names and domain XML.

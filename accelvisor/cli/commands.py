@@ -110,6 +110,10 @@ def function_selftest(session: Session) -> int:
 
 def attach(session: Session) -> int:
     options = session.options
+    if options.card is not None:
+        return _in("isolation", "attach")(session)
+    if options.on_exhaustion is not None or options.timeout is not None:
+        raise UsageError("--on-exhaustion and --timeout go with --card", where="accelctl")
     if options.print:
         reply = session.call(
             "PrintAttachment", function=options.function, domain=options.domain
@@ -126,7 +130,7 @@ def attach(session: Session) -> int:
         live=options.live,
         persistent=options.persistent,
     )
-    session.show(reply, lambda: _attachment(reply["attachment"], "attached to"))
+    session.show(reply, lambda: attachment(reply["attachment"], "attached to"))
     return 0
 
 
@@ -151,11 +155,12 @@ def detach(session: Session) -> int:
         persistent=options.persistent,
         deadline=options.timeout,
     )
-    session.show(reply, lambda: _attachment(reply["attachment"], "detached from"))
+    session.show(reply, lambda: attachment(reply["attachment"], "detached from"))
     return 0
 
 
-def _attachment(item: Mapping[str, Any], verb: str) -> str:
+def attachment(item: Mapping[str, Any], verb: str) -> str:
+    """A sentence."""
     live, stored = item["live"], item["persistent"]
     what = "running VM and stored definition" if live and stored else "running VM"
     if not live:
@@ -344,6 +349,7 @@ COMMANDS: Mapping[tuple[str, str | None], Callable[[Session], int]] = {
     ("host", "show"): host_show,
     ("card", "list"): _in("isolation", "card_list"),
     ("card", "show"): _in("isolation", "card_show"),
+    ("card", "set"): _in("isolation", "card_set"),
     ("profiles", None): _in("isolation", "profiles"),
     ("function", "create"): function_create,
     ("function", "list"): function_list,

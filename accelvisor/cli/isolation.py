@@ -4,11 +4,14 @@ how much of a card, what would still fit, and changing that.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelvisor.cli import render
-from accelvisor.cli.commands import LONG_S, Session
+from accelvisor.cli.commands import LONG_S, Session, attachment
+from accelvisor.errors import UsageError
 
 
 def card_list(session: Session) -> int:
@@ -18,8 +21,50 @@ def card_list(session: Session) -> int:
 
 
 def card_show(session: Session) -> int:
-    reply = session.call("GetCard", card=session.options.card)
+    options = session.options
+    if options.config_space:
+        space = session.call("GetCardConfigSpace", card=options.card)
+        session.show(space, lambda: str(space["hexdump"]).rstrip())
+        return 0
+    reply = session.call("GetCard", card=options.card)
     session.show(reply, lambda: _card(reply["card"]))
+    return 0
+
+
+def card_set(session: Session) -> int:
+    options = session.options
+    reply = session.call(
+        "SetCardFunctions", reply_s=LONG_S, card=options.card, number=options.functions
+    )
+    session.show(reply, lambda: _card(reply["card"]))
+    return 0
+
+
+def attach(session: Session) -> int:
+    """``accelctl attach VM --card``: a static function of its own for a VM."""
+    options = session.options
+    if options.domain is not None or options.print:
+        raise UsageError(
+            "with --card the function is made for the VM, and is not named",
+            where="accelctl",
+            hint="accelctl attach VM --card CARD",
+        )
+    given = {
+        "domain": options.function,
+        "card": options.card,
+        "on_exhaustion": options.on_exhaustion,
+        "timeout": options.timeout,
+        "live": options.live,
+        "persistent": options.persistent,
+    }
+    # One that waits hears of it now and then.
+    for reply in session.client.stream("AttachPartition", given, gap_s=LONG_S):
+        if options.json:
+            print(json.dumps(reply), flush=True)
+        elif reply["assigned"] is not None:
+            print(_assigned(options.function, reply["assigned"]))
+        else:
+            print(_underway(reply), file=sys.stderr, flush=True)
     return 0
 
 
@@ -59,6 +104,7 @@ def _cards(items: Sequence[Mapping[str, Any]]) -> str:
     rows = [
         {
             "CARD": item["name"],
+            "MODE": _mode(item),
             "CHIPS": str(item["chips"]),
             "CORES": str(item["cores"]),
             "FREE": str(item["cores_free"]),
@@ -78,6 +124,11 @@ def _card(item: Mapping[str, Any]) -> str:
     links = ", ".join(f"{link['one']}-{link['other']}" for link in item["links"])
     pairs = [
         ("card", item["name"]),
+        ("mode", _mode(item)),
+        ("partitions free", _free(item)),
+        ("table", item["table_digest"]),
+        ("problem", item["problem"]),
+        ("waiting", ", ".join(item["waiting"])),
         ("chips", f"{item['chips']} with {item['cores_per_chip']} cores each"),
         ("links", links or "-"),
         ("cores free", f"{item['cores_free']} of {item['cores']} ({free})"),
@@ -88,7 +139,50 @@ def _card(item: Mapping[str, Any]) -> str:
         ("host port", port),
     ]
     shown = render.fields(pair for pair in pairs if pair[1])
-    return f"{shown}\n\n{_shares(item['shares'])}"
+    tables = [shown, _shares(item["shares"])]
+    if item["holders"]:
+        tables.append(_holders(item["holders"]))
+    return "\n\n".join(tables)
+
+
+def _mode(item: Mapping[str, Any]) -> str:
+    return f"static {item['partitions']}" if item["mode"] == "static" else "dynamic"
+
+
+def _free(item: Mapping[str, Any]) -> str:
+    if item["mode"] != "static":
+        return ""
+    which = render.numbers(item["partitions_free"])
+    return f"{which} (of {item['partitions']})" if which else f"none of {item['partitions']}"
+
+
+def _holders(items: Sequence[Mapping[str, Any]]) -> str:
+    rows = [
+        {
+            "PARTITION": str(item["partition"]),
+            "VM": item["domain"] or item["domain_uuid"],
+            "FUNCTION": item["function"] or "being made",
+        }
+        for item in items
+    ]
+    return render.table(rows, "no VM has a partition")
+
+
+def _assigned(domain: str, item: Mapping[str, Any]) -> str:
+    place = f"partition {item['partition']} of card {item['card']}"
+    if item["attachment"] is None:
+        return f"VM {domain} runs on host {item['host']}, with function {item['function']}, {place}"
+    return f"{attachment(item['attachment'], 'attached to')}, {place}"
+
+
+def _underway(reply: Mapping[str, Any]) -> str:
+    if reply["waiting"] is not None:
+        return f"waiting for a static function, number {reply['waiting']} in the queue"
+    if reply["progress"] is not None:
+        progress = reply["progress"]
+        return f"moving: {progress['phase']}, {progress['seconds']:.0f} s"
+    report = reply["report"]
+    return f"move to host {report['host']}: {report['outcome']}"
 
 
 def _shares(items: Sequence[Mapping[str, Any]]) -> str:

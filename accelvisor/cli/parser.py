@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from accelvisor import __version__
+from accelvisor.limits import LIMITS
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
@@ -42,6 +43,22 @@ def count(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 1 <= int(text) <= 1000:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 1000")
     return int(text)
+
+
+def functions(text: str) -> int:
+    """A number of static functions; which ones a card takes the daemon says."""
+    return 0 if text == "0" else count(text)
+
+
+def wait(text: str) -> float:
+    """A positive number of seconds up to a day."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= LIMITS.function_wait_s:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time of up to a day, in seconds")
+    return value
 
 
 def margin(text: str) -> float:
@@ -135,7 +152,17 @@ def _host(group: _Group) -> None:
 
 def _cards(group: _Group) -> None:
     group.command("list", "list the cards")
-    group.command("show", "show one card").add_argument("card", metavar="CARD")
+    show = group.command("show", "show one card")
+    show.add_argument("card", metavar="CARD")
+    show.add_argument(
+        "--config-space", action="store_true", help="of its physical function, for lspci -F"
+    )
+    cut = group.command("set", "cut a card into equal static functions, or make it dynamic again")
+    cut.add_argument("card", metavar="CARD")
+    cut.add_argument(
+        "--functions", type=functions, required=True, metavar="N",
+        help="1, 2, 4, 8 or 16; 0: dynamic",
+    )  # fmt: skip
 
 
 def _functions(group: _Group) -> None:
@@ -172,7 +199,8 @@ def _attachments(top: _Group) -> None:
         ("detach", "take a function away from its VM"),
     ):
         verb = top.command(name, about)
-        verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+        words = "its name or UUID; with --card it is left out" if name == "attach" else ""
+        verb.add_argument("function", metavar="FUNCTION", help=words or "its name or UUID")
         verb.add_argument("domain", metavar="VM", nargs="?", help="the VM's name or UUID")
         verb.add_argument("--live", action="store_true", default=None, help="the running VM")
         verb.add_argument(
@@ -182,6 +210,7 @@ def _attachments(top: _Group) -> None:
             verb.add_argument(
                 "--print", action="store_true", help="change nothing, print the XML for that VM"
             )
+            _partition(verb)
         else:
             verb.add_argument(
                 "--timeout",
@@ -190,6 +219,18 @@ def _attachments(top: _Group) -> None:
                 metavar="SECONDS",
                 help="how long the guest may take to let go (default: 15)",
             )
+
+
+def _partition(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--card", metavar="CARD|any", help="a new static function of this card: accelctl attach VM"
+    )
+    verb.add_argument(
+        "--on-exhaustion",
+        choices=("wait", "deny", "migrate"),
+        help="when none is free (default: deny)",
+    )
+    verb.add_argument("--timeout", type=wait, metavar="SECONDS", help="how long to wait for one")
 
 
 def _migrate(top: _Group) -> None:

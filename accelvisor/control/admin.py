@@ -29,6 +29,8 @@ LEVELS: Mapping[str, Level] = {
     "GetHost": Level.READ,
     "ListCards": Level.READ,
     "GetCard": Level.READ,
+    "GetCardConfigSpace": Level.READ,
+    "SetCardFunctions": Level.ADMIN,
     "ListProfiles": Level.READ,
     "CreateFunction": Level.ADMIN,
     "ListFunctions": Level.READ,
@@ -39,6 +41,7 @@ LEVELS: Mapping[str, Level] = {
     "ResizeFunction": Level.ADMIN,
     "RevokeFunction": Level.ADMIN,
     "AttachFunction": Level.OPERATE,
+    "AttachPartition": Level.OPERATE,
     "DetachFunction": Level.OPERATE,
     "AdmitDomain": Level.ADMIN,
     "ReserveMigration": Level.ADMIN,
@@ -97,6 +100,11 @@ LEVELS: Mapping[str, Level] = {
     "Doctor": Level.READ,
 }
 
+#: Parameters that need more than their method does: (method, parameter, value).
+RAISED: Mapping[tuple[str, str, object], Level] = {
+    ("AttachPartition", "on_exhaustion", "migrate"): Level.ADMIN,  # as Migrate
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -126,12 +134,21 @@ class Policy:
         return Level.NONE
 
 
-def authorise(policy: Policy, peer: Peer, method: str) -> None:
-    """Raises PermissionDenied (``permission-denied``) when the peer's level does not suffice."""
-    have, need = policy.level(peer), LEVELS[method]
+def authorise(
+    policy: Policy, peer: Peer, method: str, parameters: Mapping[str, object] | None = None
+) -> None:
+    """Raises PermissionDenied (``permission-denied``) when the peer's level does not suffice.
+
+    Args:
+        parameters: of the call, once they are known to be what the method takes.
+    """
+    have, need, what = policy.level(peer), LEVELS[method], method
+    for (name, parameter, value), level in RAISED.items():
+        if name == method and (parameters or {}).get(parameter) == value:
+            need, what = max(need, level), f"{method} with {parameter} {value}"
     if have < need:
         raise errors.PermissionDenied(
-            f"{method} needs the level {need.name.lower()}, uid {peer.uid} has {have.name.lower()}",
+            f"{what} needs the level {need.name.lower()}, uid {peer.uid} has {have.name.lower()}",
             where="admin",
             hint="accelvisor.toml(5), section [admin], says which groups have which level",
         )

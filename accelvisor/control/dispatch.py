@@ -84,6 +84,8 @@ class Dispatcher:
             interface.check_call(call.member, call.parameters)
         except idl.MismatchError as error:
             raise Refused("InvalidParameter", parameter=error.parameter) from error
+        if interface.name != VARLINK:
+            admin.authorise(self.policy, peer, call.member, call.parameters)
         if interface.name == VARLINK:
             yield Reply(self._about(call))
             return

@@ -84,9 +84,9 @@ async def follow(functions: Functions, function: Function) -> None:
     if function.state not in _USABLE:
         return  # no process; the next one reads its specification
     try:
-        if function.revoked and function.domain_uuid is None:
-            words = f"{function.name} was revoked, and no domain has it any more"
-            await functions.end(function, words)
+        if function.domain_uuid is None and (function.revoked or function.partition is not None):
+            why = "was revoked" if function.revoked else "is static"
+            await functions.end(function, f"{function.name} {why}, and no domain has it any more")
             return
         await admit(functions, function)
         function = functions.registry.find(function.uuid)

@@ -25,7 +25,9 @@ from accelvisor.control.admin import Policy
 from accelvisor.control.dispatch import Dispatcher
 from accelvisor.control.server import AdminServer
 from accelvisor.daemon import domains, listen
+from accelvisor.daemon.assigning import Assigning
 from accelvisor.daemon.config import AdminConfig, Config
+from accelvisor.daemon.cutting import Cutting
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions, World
@@ -117,6 +119,7 @@ class Daemon:
         if old.migration != config.migration:
             LOG.warning("[migration] changed: restart accelvisord to use it")
         self._functions.configure(config)
+        self._cutting.check()
         await self._sharing.settle()
         self._server.dispatcher.policy = policy(config)
 
@@ -140,6 +143,8 @@ class Daemon:
         self._scrubs = Scrubs(self._functions, host, _boot_id(), time.time_ns)
         self._shaping = Shaping(self._functions, self._scrubs)
         self._sharing = Sharing(self._functions)
+        self._cutting = Cutting(self._functions, host)
+        await self._cutting.load()
         await self._functions.place_all()
         self._keeper = Keeper(self._functions, _boot_id())
         undo.push_async_callback(self._keeper.stop)
@@ -159,7 +164,11 @@ class Daemon:
         self._moving = MovingHost(await self._around(registry, links))
         await self._moving.start()
         undo.push_async_callback(self._moving.stop)
+        self._assigning = Assigning(self._functions, self._cutting, links)
+        undo.callback(self._assigning.stop)
+        await self._assigning.begin()
         await self._scrubs.use(self._moving.keys)
+        self._cutting.use(self._moving.keys, self._assigning)
         # Clients first: libvirt may be waiting in its hook, for us, with a domain's lock held.
         await self._serve(registry, links, hub, listener)
         links.start()
@@ -196,6 +205,8 @@ class Daemon:
             lambda: setup.examine(setup.config.libvirt.uri),
             lambda: self._keeper.view,
             self._shaping,
+            self._cutting,
+            self._assigning,
         )
         service.use(self._moving)
         dispatcher = Dispatcher(service, policy(setup.config), accelvisor.__version__)

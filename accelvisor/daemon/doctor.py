@@ -18,6 +18,7 @@ from pathlib import Path
 from accelvisor.daemon.lifecycle import State
 from accelvisor.daemon.reconcile import View
 from accelvisor.daemon.store import Function
+from accelvisor.errors import AccelvisorError
 from accelvisor.limits import MIB
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -205,6 +206,17 @@ _MEASURES = {
     "descriptor_limit": ("descriptors without a limit", "setrlimit(2) in the functions"),
     "resource_limits": ("locked memory and realtime", "setrlimit(2) in the functions"),
 }
+
+
+def judge_tables(tables: Mapping[str, AccelvisorError | None]) -> list[Check]:
+    """The partition tables of the cards that are cut once, and what is wrong with each."""
+    wrong = [error for error in tables.values() if error is not None]
+    if wrong:
+        found = "; ".join(error.message for error in wrong)
+        return [Check("partitions", PROBLEM, found, wrong[0].hint)]
+    if not tables:
+        return []
+    return [Check("partitions", OK, f"as signed: {', '.join(tables)}")]
 
 
 def judge_view(view: View, functions: Sequence[Function]) -> list[Check]:

@@ -13,10 +13,10 @@ import os
 import re
 import uuid as uuid_module
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from accelvisor.daemon import files, function_link
 from accelvisor.daemon.config import NAME, Config, card_of, host_cpus, profile_of
@@ -35,12 +35,14 @@ from accelvisor.errors import (
     UsageError,
 )
 from accelvisor.isolation import placing
-from accelvisor.isolation.resources import Card, Profile
+from accelvisor.isolation.resources import Card, Placement, Profile
 from accelvisor.isolation.segments import lay
 from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
+#: Where a static function goes: the place, and the number of its partition.
+Part: TypeAlias = tuple[Placement, int]
 
 #: How often a process that does not come up is looked at (seconds).
 FAILED_S = 0.5
@@ -113,6 +115,8 @@ class Functions:
         self.scrub: Callable[[Function, str], Awaitable[Function]] = _same
         #: Scrubs one that has no domain any more.
         self.released: Callable[[Function], Awaitable[Function]] = _same
+        #: Names of cards that are cut once: no function is placed on these.
+        self.static: Callable[[], Collection[str]] = frozenset
         #: Called with the UUID of each function whose process was found ready.
         self.on_ready: Callable[[str], None] = lambda uuid: None
 
@@ -155,10 +159,15 @@ class Functions:
             NotFoundError: ``profile-not-found``, ``card-not-found``.
             UsageError: ``name-invalid``.
             CapacityError: ``no-room``.
-            ConflictError: ``function-exists``.
+            ConflictError: ``function-exists``, ``card-enabled``.
             DeadlineError, HostError: the process did not come up; everything was undone.
         """
         return await self.carry(self._create(self._profile(profile), name, card))
+
+    async def fill(self, profile: Profile, placement: Placement, partition: int) -> Function:
+        """A function in a static partition, which nobody else has; made as by :meth:`create`."""
+        made = self._create(profile, None, placement.card, (placement, partition))
+        return await self.carry(made)
 
     async def bring(self, uuid: str, profile: Profile, name: str = "") -> Function:
         """A function that comes from another host: with its UUID, its name if nobody has that here,
@@ -324,20 +333,22 @@ class Functions:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    async def _create(self, profile: Profile, name: str | None, card: str | None) -> Function:
+    async def _create(
+        self, profile: Profile, name: str | None, card: str | None, part: Part | None = None
+    ) -> Function:
         uuid = await self.spares.take() or self.world.new_uuid()
         try:
-            return await self._create_as(uuid, _checked_name(name, uuid), profile, card)
+            return await self._create_as(uuid, _checked_name(name, uuid), profile, card, part)
         finally:
             self.spares.give_back(uuid)  # unless it came to be used
             self.spares.refill()
 
     async def _create_as(
-        self, uuid: str, name: str, profile: Profile, card: str | None
+        self, uuid: str, name: str, profile: Profile, card: str | None, part: Part | None = None
     ) -> Function:
         async with self.lock(uuid):
             async with self.placing:
-                function = self._plan(uuid, name, profile, card)
+                function = self._plan(uuid, name, profile, card, part)
                 self.world.fault("create:planned")
                 where = f"on {function.card}, profile {profile.name}"
                 await self.registry.insert(function, f"creating {name} {where}")
@@ -367,8 +378,13 @@ class Functions:
                 "undoing the creation of %s failed; it is left to the next start", function.uuid
             )
 
-    def _plan(self, uuid: str, name: str, profile: Profile, card: str | None) -> Function:
-        placement = placing.choose(self.cards, self.registry.held(), profile, card, self.cpus)
+    def _plan(
+        self, uuid: str, name: str, profile: Profile, card: str | None, part: Part | None
+    ) -> Function:
+        held = self.registry.held()
+        placement, partition = part or (
+            placing.choose(self.cards, held, profile, card, self.cpus, self.static()), None
+        )  # fmt: skip
         return Function(
             uuid=uuid,
             name=name,
@@ -384,6 +400,7 @@ class Functions:
             weight=profile.weight,
             state=State.CREATING,
             created=self.world.clock(),
+            partition=partition,
         )
 
     async def _delete(self, key: str, unused: Callable[[Function], Awaitable[None]] | None) -> None:

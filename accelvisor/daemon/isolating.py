@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from accelvisor.daemon import wire
+from accelvisor.daemon.assigning import Assigning, Wish
+from accelvisor.daemon.cutting import Cutting
 from accelvisor.daemon.shaping import Shaping, Size
+from accelvisor.errors import UsageError
+from accelvisor.isolation import placing
+from accelvisor.isolation.exhaustion import OnExhaustion
+from accelvisor.limits import LIMITS
 
 if TYPE_CHECKING:
     from accelvisor.daemon.functions import Functions
     from accelvisor.isolation.planner import Plan
+    from accelvisor.isolation.resources import Card
+
+#: For ``card``: whichever has a partition free.
+ANY = "any"
+_STEP: dict[str, Any] = {"waiting": None, "progress": None, "report": None, "assigned": None}
 
 
 class IsolationMethods:
@@ -17,6 +30,50 @@ class IsolationMethods:
 
     _functions: Functions
     _shaping: Shaping
+    _cutting: Cutting
+    _assigning: Assigning
+
+    # --- cards ------------------------------------------------------------------------------------
+
+    async def list_cards(self) -> dict[str, Any]:
+        return {"cards": [self._card(item) for item in self._functions.cards]}
+
+    async def get_card(self, card: str) -> dict[str, Any]:
+        cards = self._functions.cards
+        placing.require_card(cards, card)
+        return {"card": next(self._card(item) for item in cards if item.name == card)}
+
+    async def set_card_functions(self, card: str, number: int) -> dict[str, Any]:
+        await self._cutting.set_number(card, number)
+        return await self.get_card(card)
+
+    async def get_card_config_space(self, card: str) -> dict[str, Any]:
+        return {"hexdump": self._cutting.physical(card).hexdump()}
+
+    def _card(self, card: Card) -> dict[str, Any]:
+        made = wire.card(card, self._functions.registry.all())
+        return made | self._assigning.view(card.name)
+
+    async def attach_partition(
+        self,
+        domain: str,
+        card: str,
+        on_exhaustion: str | None = None,
+        timeout: float | None = None,
+        live: bool | None = None,
+        persistent: bool | None = None,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        if timeout is not None and not 0 < timeout <= LIMITS.function_wait_s:
+            raise UsageError(
+                f"timeout is up to {LIMITS.function_wait_s:g} seconds", where="admin"
+            )
+        policy = OnExhaustion(on_exhaustion or OnExhaustion.DENY)
+        wish = Wish(domain, None if card == ANY else card, policy, timeout, live, persistent)
+        async with aclosing(self._assigning.attach(wish)) as steps:
+            async for step in steps:
+                yield _STEP | step
+
+    # --- functions --------------------------------------------------------------------------------
 
     async def resize_function(
         self,

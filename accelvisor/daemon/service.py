@@ -13,12 +13,16 @@ from typing import Any
 import accelvisor
 from accelvisor.abi import ABI_MAJOR, ABI_MINOR
 from accelvisor.daemon import admission, attach, doctor, function_link, wire
+from accelvisor.daemon.assigning import Assigning
+from accelvisor.daemon.cutting import Cutting
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions
 from accelvisor.daemon.isolating import IsolationMethods
+from accelvisor.daemon.moving.elsewhere import Elsewhere
 from accelvisor.daemon.moving.host import MovingHost
 from accelvisor.daemon.moving.operator import Operator
+from accelvisor.daemon.moving.places import Giving
 from accelvisor.daemon.moving.service import MovingMethods
 from accelvisor.daemon.reconcile import View
 from accelvisor.daemon.shaping import Shaping
@@ -64,6 +68,8 @@ class AdminService(MovingMethods, IsolationMethods):
         examine: Callable[[], Sequence[Finding]],
         view: Callable[[], View],
         shaping: Shaping,
+        cutting: Cutting,
+        assigning: Assigning,
     ) -> None:
         self.identity = identity
         self._functions = functions
@@ -73,12 +79,17 @@ class AdminService(MovingMethods, IsolationMethods):
         self._examine = examine
         self._view = view
         self._shaping = shaping
+        self._cutting = cutting
+        self._assigning = assigning
 
     def use(self, moving: MovingHost) -> None:
         """What moves functions; it comes up after this is made."""
         self._moving = moving
         uri = moving.config.libvirt_uri
         self._operator = Operator(moving, self._links, uri)
+        neighbours, keys = moving.moves.neighbours, moving.keys
+        self._assigning.abroad = Elsewhere(self._operator, neighbours, keys.peers)
+        moving.moves.giving = Giving(self._assigning, self._links)
 
     # --- the host --------------------------------------------------------------------------------
 
@@ -104,27 +115,13 @@ class AdminService(MovingMethods, IsolationMethods):
             }
         }
 
-    async def list_cards(self) -> dict[str, Any]:
-        functions = self._registry.all()
-        return {"cards": [wire.card(item, functions) for item in self._functions.cards]}
-
-    async def get_card(self, card: str) -> dict[str, Any]:
-        for item in self._functions.cards:
-            if item.name == card:
-                return {"card": wire.card(item, self._registry.all())}
-        raise NotFoundError(
-            f'there is no card "{card}"',
-            code="card-not-found",
-            where="admin",
-            hint="accelctl card list",
-        )
-
     async def list_profiles(self) -> dict[str, Any]:
         cards, held = self._functions.cards, self._registry.held()
         profiles, cpus = self._functions.profiles, self._functions.cpus
+        static = self._functions.static()
         # Placing one after the other until none fits takes a second on the largest cards.
         made = await asyncio.to_thread(
-            lambda: [wire.profile(item, cards, held, cpus) for item in profiles]
+            lambda: [wire.profile(item, cards, held, cpus, static) for item in profiles]
         )
         return {"profiles": made}
 
@@ -144,6 +141,8 @@ class AdminService(MovingMethods, IsolationMethods):
         checks += doctor.judge(facts, self._registry.all())
         checks.append(doctor.judge_confinement(facts, await self._confinement()))
         checks += doctor.judge_view(view, self._registry.all())
+        enabled = self._cutting.enabled()
+        checks += doctor.judge_tables({card: self._cutting.wrong(card) for card in enabled})
         return {"checks": [item.to_dict() for item in checks]}
 
     async def _confinement(self) -> dict[str, Mapping[str, object]]:
@@ -178,8 +177,10 @@ class AdminService(MovingMethods, IsolationMethods):
 
     async def delete_function(self, function: str, force: bool | None = None) -> dict[str, Any]:
         if force:
-            await attach.release(self._functions, self._links, function, DETACH_S)
-            await self._functions.delete(function)
+            uuid = self._registry.find(function).uuid
+            await attach.release(self._functions, self._links, uuid, DETACH_S)
+            if self._registry.get(uuid) is not None:  # one that is static, or revoked, has ended
+                await self._functions.delete(uuid)
         else:
             await self._functions.delete(
                 function, lambda item: attach.require_unused(self._functions, self._links, item)

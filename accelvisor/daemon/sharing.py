@@ -18,6 +18,7 @@ from accelvisor.daemon.lifecycle import State
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError
 from accelvisor.isolation import sharing
+from accelvisor.isolation.resources import Policy
 from accelvisor.isolation.sharing import Member, Share
 
 LOG = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class Sharing:
         async with self._lock:
             functions = self._functions
             members = {
-                item.uuid: Member(item.placement, item.policy, item.weight)
+                item.uuid: Member(item.placement, _policy(item), item.weight)
                 for item in self._registry.all()
                 if item.state in RUNNING and not item.revoked
             }
@@ -98,3 +99,8 @@ class Sharing:
             self.given[uuid] = share
         except AccelvisorError as error:
             LOG.warning("the share of function %s: %s", uuid, error.message)
+
+
+def _policy(function: Function) -> Policy:
+    """A static function has what it has: it borrows nothing, however idle its card is."""
+    return function.policy if function.partition is None else Policy.GUARANTEED

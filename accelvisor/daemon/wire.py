@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from accelvisor.daemon.paths import Paths
@@ -96,9 +96,13 @@ def plan(item: Plan) -> dict[str, Any]:
 
 
 def profile(
-    item: Profile, cards: Sequence[Card], held: Sequence[Placement], cpus: Sequence[int]
+    item: Profile,
+    cards: Sequence[Card],
+    held: Sequence[Placement],
+    cpus: Sequence[int],
+    static: Collection[str],
 ) -> dict[str, Any]:
-    fit = placing.fits(cards, held, item, cpus)
+    fit = placing.fits(cards, held, item, cpus, static)
     return {
         "name": item.name,
         "cores": item.cores,
@@ -141,6 +145,7 @@ def function(item: Function, paths: Paths) -> dict[str, Any]:
         "weight": item.weight,
         "revoked": item.revoked,
         "quarantine": item.quarantine,
+        "partition": item.partition,
     }
 
 

@@ -4,10 +4,11 @@ A value without clock and IO: times are seconds of the caller's monotonic clock.
 part of one static card. The rules, which the tests search for a way around:
 
 * A VM has one slot at most, and stands in the queue at most once.
-* First come, first served: while anybody waits nothing is free, so nobody who comes later gets a
-  slot first, however many are released at once.
+* First come, first served: while anybody waits nothing is free that they would take, so nobody who
+  comes later gets a slot first, however many are released at once.
 * A deadline is exact: who has not been served before it is not served at it.
-* A slot is free, held or gone, and never two of these.
+* A slot is free, held or gone, and never two of these. A card whose slots are *withheld* gives none
+  away, free or released, until they are allowed again.
 """
 
 from __future__ import annotations
@@ -80,6 +81,10 @@ Decision: TypeAlias = Granted | Waiting | Denied | Migrate
 class _Waiter:
     who: str
     deadline: float
+    card: str | None = None
+
+    def takes(self, slot: Slot) -> bool:
+        return self.card in (None, slot.card)
 
 
 def ranked(candidates: Iterable[Candidate]) -> Sequence[Candidate]:
@@ -101,10 +106,12 @@ class Waiters:
         self._held = dict(held or {})
         self._queue: deque[_Waiter] = deque()
         self._lapsed: list[str] = []
+        self._withheld: set[str] = set()
 
     @property
     def free(self) -> Sequence[Slot]:
-        return sorted(self._free)
+        """Those that nobody holds, of cards that are not withheld."""
+        return sorted(slot for slot in self._free if slot.card not in self._withheld)
 
     @property
     def held(self) -> Mapping[Slot, str]:
@@ -114,6 +121,10 @@ class Waiters:
     def waiting(self) -> Sequence[str]:
         """Who waits, in order; also those whose deadline passed since anybody looked."""
         return [item.who for item in self._queue]
+
+    def waiting_for(self, card: str) -> Sequence[str]:
+        """Those of them that would take a slot of this card."""
+        return [item.who for item in self._queue if item.card in (None, card)]
 
     @property
     def next_deadline(self) -> float | None:
@@ -132,6 +143,7 @@ class Waiters:
         deadline: float,
         now: float,
         candidates: Iterable[Candidate] = (),
+        card: str | None = None,
     ) -> Decision:
         """A VM wants a slot.
 
@@ -139,6 +151,7 @@ class Waiters:
             who: the VM, by a name that stays its own.
             deadline: until when it waits; ``inf`` for ever. Of ``wait`` only.
             candidates: other hosts. Of ``migrate`` only.
+            card: the only one whose slots it wants; None for any.
 
         Returns:
             ``Denied`` with ``one-function-per-vm``, it has one or waits for one already (until
@@ -148,20 +161,21 @@ class Waiters:
         self._lapse(now)
         if who in self._held.values() or who in self.waiting or who in self._lapsed:
             return Denied(_second(who))
-        if self._free:
-            slot = min(self._free)
-            self._hold(slot, who)
-            return Granted(slot)
+        place = "here" if card is None else f'on card "{card}"'
+        usable = [slot for slot in self.free if card in (None, slot.card)]
+        if usable:
+            self._hold(usable[0], who)
+            return Granted(usable[0])
         if policy is OnExhaustion.MIGRATE:
-            usable = ranked(candidates)
-            return Migrate(usable) if usable else Denied(_none(who, "here or at a trusted host"))
+            able = ranked(candidates)
+            return Migrate(able) if able else Denied(_none(who, "here or at a trusted host"))
         if policy is OnExhaustion.DENY:
-            return Denied(_none(who, "here"))
+            return Denied(_none(who, place))
         if not now < deadline:
-            return Denied(_none(who, "here, and the time to wait for one is over"))
+            return Denied(_none(who, f"{place}, and the time to wait for one is over"))
         if len(self._queue) >= LIMITS.function_waiters:
             return Denied(_full(who))
-        self._queue.append(_Waiter(who, deadline))
+        self._queue.append(_Waiter(who, deadline, card))
         return Waiting(len(self._queue))
 
     def released(self, slot: Slot, now: float) -> str | None:
@@ -217,9 +231,23 @@ class Waiters:
                 where=f"card:{card}",
                 hint="delete them, or move them to another card or host",
             )
-        gone = [slot for slot in self.free if slot.card == card]
+        gone = sorted(slot for slot in self._free if slot.card == card)
         self._free.difference_update(gone)
+        self._withheld.discard(card)
         return gone
+
+    def withhold(self, card: str) -> None:
+        """Nobody gets a slot of this card from here on; who holds one keeps it."""
+        self._withheld.add(card)
+
+    def allow(self, card: str, now: float) -> Mapping[Slot, str]:
+        """They may be had again; returns who of those that wait got which."""
+        if card not in self._withheld:
+            return {}
+        self._withheld.discard(card)
+        slots = sorted(slot for slot in self._free if slot.card == card)
+        given = {slot: self._offer(slot, now) for slot in slots}
+        return {slot: who for slot, who in given.items() if who is not None}
 
     def expired(self, now: float) -> Sequence[str]:
         """Whose deadline has come since the last call, by deadline, then in the order in which they
@@ -242,10 +270,12 @@ class Waiters:
 
     def _offer(self, slot: Slot, now: float) -> str | None:
         self._lapse(now)
-        if not self._queue:
+        takers = () if slot.card in self._withheld else self._queue
+        first = next((item for item in takers if item.takes(slot)), None)
+        if first is None:
             self._free.add(slot)
             return None
-        first = self._queue.popleft()
+        self._queue.remove(first)
         self._hold(slot, first.who)
         return first.who
 

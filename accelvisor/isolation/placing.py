@@ -6,11 +6,11 @@ resource, so that :func:`fits` can say what limits a profile's number.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from accelvisor.abi.registers import PAGE
-from accelvisor.errors import CapacityError, NotFoundError
+from accelvisor.errors import CapacityError, ConflictError, NotFoundError
 from accelvisor.isolation.resources import Card, Placement, Policy, Profile, Range
 from accelvisor.limits import LIMITS, MIB
 
@@ -154,6 +154,7 @@ def plan(
     profile: Profile,
     card: str | None = None,
     cpus: Sequence[int] = (),
+    static: Collection[str] = (),
 ) -> Answer:
     """Place ``profile`` beside what is ``held``.
 
@@ -162,15 +163,19 @@ def plan(
     Args:
         card: the only one to look at.
         cpus: of the host, for guaranteed functions.
+        static: names of cards that are cut once: nothing is placed on these.
     """
     chosen = [item for item in cards if card is None or item.name == card]
     if not chosen:
         text = f'there is no card "{card}"' if card else "no card is configured"
         return Answer(None, [Reason("cards", text)])
-    return _plan([Free(item, held) for item in chosen], Cpus(cpus, held), len(held), profile)
+    left = [Free(item, held) for item in chosen]
+    return _plan(left, Cpus(cpus, held), len(held), profile, static)
 
 
-def _plan(left: Sequence[Free], cpus: Cpus, count: int, profile: Profile) -> Answer:
+def _plan(
+    left: Sequence[Free], cpus: Cpus, count: int, profile: Profile, static: Collection[str]
+) -> Answer:
     if count >= LIMITS.functions:
         text = f"this host has {count} functions, the maximum"
         return Answer(None, [Reason("functions", text)])
@@ -183,6 +188,9 @@ def _plan(left: Sequence[Free], cpus: Cpus, count: int, profile: Profile) -> Ans
             text = f"the host can give {able} of its CPUs away, {profile.cores} wanted"
             return Answer(None, [Reason("cpus", text)])
     for free in left:
+        if free.card.name in static:
+            reasons.append(Reason("cards", f"{free.card.name}: it is cut into static functions"))
+            continue
         answer = on_card(free, profile, exclusive)
         if isinstance(answer, Placement):
             return Answer(answer)
@@ -238,15 +246,18 @@ def fits(
     held: Sequence[Placement],
     profile: Profile,
     cpus: Sequence[int] = (),
+    static: Collection[str] = (),
 ) -> Fit:
-    """How many more of ``profile`` fit, by placing them one after the other."""
+    """How many more of ``profile`` fit, by placing them one after the other; ``static`` as with
+    :func:`plan`.
+    """
     left = [Free(item, held) for item in cards]
     if not left:
         return Fit(0, "no card is configured", ("cards",))
     host = Cpus(cpus, held)
     count = 0
     while True:
-        answer = _plan(left, host, len(held) + count, profile)
+        answer = _plan(left, host, len(held) + count, profile, static)
         if answer.placement is None:
             resources = tuple(dict.fromkeys(reason.resource for reason in answer.reasons))
             return Fit(count, "; ".join(map(str, answer.reasons)), resources)
@@ -263,15 +274,24 @@ def choose(
     profile: Profile,
     card: str | None,
     cpus: Sequence[int] = (),
+    static: Collection[str] = (),
 ) -> Placement:
     """:func:`plan`, with a refusal as an error.
 
     Raises:
         NotFoundError: ``card-not-found``.
+        ConflictError: ``card-enabled``: ``card`` is cut into static functions.
         CapacityError: ``no-room``; the message holds every reason.
     """
     require_card(cards, card)
-    answer = plan(cards, held, profile, card, cpus)
+    if card is not None and card in static:
+        raise ConflictError(
+            f'card "{card}" is cut into static functions, and none of a profile fits beside them',
+            code="card-enabled",
+            where=f"card:{card}",
+            hint=f"accelctl attach VM --card {card}",
+        )
+    answer = plan(cards, held, profile, card, cpus, static)
     if answer.placement is None:
         reasons = "; ".join(map(str, answer.reasons))
         raise CapacityError(

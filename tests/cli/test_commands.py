@@ -62,11 +62,40 @@ def test_a_function_from_create_to_delete(harness: Harness, ctl: Ctl) -> None:
     scenario(harness, body)
 
 
+def test_a_card_is_cut_and_a_vm_gets_a_part_of_it(harness: Harness, ctl: Ctl) -> None:
+    async def body() -> None:
+        code, out, _ = await ctl("card", "set", "card0", "--functions", "2")
+        shown = dict(line.split(":", 1) for line in out.splitlines() if ":" in line)
+        assert (code, shown["mode"].strip()) == (0, "static 2")
+        assert shown["partitions free"].strip() == "0-1 (of 2)"
+        for name in ("one", "two", "three"):
+            harness.domains.put(name, DomainEventKind.DEFINED)
+        code, out, err = await ctl("attach", "one", "--card", "any")
+        assert (code, err) == (0, "")
+        assert "attached to one (stored definition), partition 0 of card card0" in out
+        code, out, _ = await ctl("attach", "two", "--card", "card0", "--json")
+        function = json.loads(out)["assigned"]["function"]
+        words = ("--on-exhaustion", "wait", "--timeout", "0.2")
+        code, out, err = await ctl("attach", "three", "--card", "any", *words)
+        assert (code, out) == (1, "")
+        assert "number 1 in the queue" in err
+        assert "no static function became free in time" in err
+        code, out, _ = await ctl("card", "show", "card0")
+        assert "none of 2" in out
+        assert ["1", "two", function] in [line.split() for line in out.splitlines()]
+        assert "static 2" in (await ctl("card", "list"))[1]
+        assert (await ctl("attach", "one", "two", "--card", "any"))[0] == 2
+        assert (await ctl("attach", "one", "two", "--timeout", "3"))[0] == 2
+
+    scenario(harness, body)
+
+
 def test_json_is_the_wire_object(harness: Harness, ctl: Ctl) -> None:
     commands = [
         ("host show", "GetHost", {}),
         ("card list", "ListCards", {}),
         ("card show card0", "GetCard", {"card": "card0"}),
+        ("card show card0 --config-space", "GetCardConfigSpace", {"card": "card0"}),
         ("profiles", "ListProfiles", {}),
         ("function list", "ListFunctions", {}),
         ("function show nn0", "GetFunction", {"function": "nn0"}),

@@ -113,7 +113,10 @@ def _missing(services: Services, wanted: Sequence[Need]) -> list[str]:
             item.profile, item.cores, item.chips, item.memory_bytes, item.window_bytes,
             item.queues, item.ring_entries,
         )  # fmt: skip
-        plan = placing.plan(services.functions.cards, held, profile, cpus=services.functions.cpus)
+        functions = services.functions
+        plan = placing.plan(
+            functions.cards, held, profile, cpus=functions.cpus, static=functions.static()
+        )
         if plan.placement is None:
             return [str(reason)[: LIMITS.migration_text_chars] for reason in plan.reasons]
         held.append(plan.placement)

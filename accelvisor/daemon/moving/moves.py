@@ -29,6 +29,7 @@ from accelvisor.daemon.moving.peers import (
     read_question,
     send,
 )
+from accelvisor.daemon.moving.places import AskPlace, AskPlaces, Giving
 from accelvisor.daemon.moving.record import (
     DESTINATION_ENDED,
     DESTINATION_OVER,
@@ -43,6 +44,7 @@ from accelvisor.errors import (
     ConflictError,
     DataError,
     NotFoundError,
+    UnavailableError,
 )
 from accelvisor.limits import LIMITS
 from accelvisor.migration import destination, source
@@ -97,6 +99,8 @@ class Moves:
         self.handler = Handler(request=self._question, notice=self._notice)
         self.ways = Ways(services.keys, self.handler, self._link)
         self.neighbours = Neighbours(services.keys)
+        #: Gives static functions to what other hosts bring; from when that is there.
+        self.giving: Giving | None = None
         self._recovery = Recovery(self, services, domain_state)
 
     async def close(self) -> None:
@@ -343,6 +347,10 @@ class Moves:
             return b""
         if isinstance(question, AskFit):
             return await fit.answer(self._services, question)
+        if isinstance(question, AskPlaces | AskPlace):
+            if self.giving is None:
+                raise UnavailableError("it is just starting", code="peer-request", where="peer")
+            return await self.giving.answer(link.host, question)
         move = self.sources.get(question.migration)
         if move is None or move.peer.host != link.host:
             raise NotFoundError(

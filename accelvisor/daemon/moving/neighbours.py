@@ -12,6 +12,7 @@ import msgspec
 from accelvisor.daemon.moving.fit import AskFit, Fit
 from accelvisor.daemon.moving.keys import Keys
 from accelvisor.daemon.moving.peers import AskDomain, Asking, TellRotation
+from accelvisor.daemon.moving.places import AskPlace, AskPlaces, Placed
 from accelvisor.errors import AccelvisorError, NotFoundError, UnavailableError
 from accelvisor.frames.trust import Host
 from accelvisor.limits import LIMITS
@@ -107,6 +108,26 @@ class Neighbours:
                 await asking.fit(filled)
                 took.append(loop.time() - began)
             return said, LIMITS.chunk_bytes / max(min(took), 1e-6)
+        finally:
+            await asking.close()
+
+    async def places(self, host: Host, domain_uuid: str) -> int:
+        """How many static functions a host has for a domain that may come. Raises as :meth:`fit`,
+        and ProtocolError ``peer-request`` of one that does not know the question.
+        """
+        asking = self._asking(host)
+        try:
+            return (await asking.places(AskPlaces(domain_uuid))).free
+        finally:
+            await asking.close()
+
+    async def place(self, host: Host, question: AskPlace) -> Placed:
+        """The static function that a host gave a domain that came. Raises as :meth:`fit`, and what
+        stood in the way there.
+        """
+        asking = self._asking(host)
+        try:
+            return await asking.place(question)
         finally:
             await asking.close()
 

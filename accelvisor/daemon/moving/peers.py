@@ -18,6 +18,7 @@ import msgspec
 
 from accelvisor.daemon.moving.fit import AskFit, Fit
 from accelvisor.daemon.moving.keys import Keys
+from accelvisor.daemon.moving.places import AskPlace, AskPlaces, Placed, Places
 from accelvisor.errors import AccelvisorError, ProtocolError
 from accelvisor.frames.trust import Host
 from accelvisor.limits import LIMITS
@@ -57,7 +58,7 @@ class TellRotation(msgspec.Struct, frozen=True, tag="rotation", forbid_unknown_f
     statement: bytes
 
 
-Question = AskTickets | AskContext | AskDomain | TellRotation | AskFit
+Question = AskTickets | AskContext | AskDomain | TellRotation | AskFit | AskPlaces | AskPlace
 _QUESTIONS = msgspec.msgpack.Decoder(Question)
 
 
@@ -135,11 +136,13 @@ class Asking:
         """A message; lost when the link is down."""
         send(self._link, message)
 
-    async def ask(self, question: Question) -> bytes:
+    async def ask(
+        self, question: Question, *, deadline_s: float = LIMITS.peer_handshake_s
+    ) -> bytes:
         """Raises UnavailableError ``peer-lost``, DeadlineError, and what the peer answers with."""
         link = self._link or await self.open()
         payload = msgspec.msgpack.encode(question)
-        return await link.request(payload, deadline_s=LIMITS.peer_handshake_s)
+        return await link.request(payload, deadline_s=deadline_s)
 
     async def tickets(self, migration: bytes) -> list[list[bytes]]:
         """As :class:`AskTickets`."""
@@ -153,6 +156,17 @@ class Asking:
     async def fit(self, question: AskFit) -> Fit:
         """As :class:`accelvisor.daemon.moving.fit.AskFit`."""
         return _read(await self.ask(question), Fit)
+
+    async def places(self, question: AskPlaces) -> Places:
+        """As :class:`accelvisor.daemon.moving.places.AskPlaces`."""
+        return _read(await self.ask(question), Places)
+
+    async def place(self, question: AskPlace) -> Placed:
+        """As :class:`accelvisor.daemon.moving.places.AskPlace`: a process comes up, a guest takes
+        its device.
+        """
+        deadline_s = LIMITS.function_ready_s + LIMITS.libvirt_call_s
+        return _read(await self.ask(question, deadline_s=deadline_s), Placed)
 
     async def channel(self, ticket: bytes) -> Channel:
         """A bulk connection."""
