@@ -16,6 +16,7 @@ from benchmarks.record import Record, table
 GROUPS = {
     "device": ("benchmarks.device",),
     "migration": ("benchmarks.migration", "benchmarks.checkpoint", "benchmarks.moves"),
+    "isolation": ("benchmarks.isolation",),
 }
 #: Only when named: they need the laboratory.
 ON_DEMAND = {"migration-lab": ("benchmarks.migration_lab",)}

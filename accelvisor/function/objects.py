@@ -209,7 +209,9 @@ class Objects:
         self._state = state
         self._memory = memory
         self._live: dict[int, Object] = {}
+        #: Free slots below ``_fresh``, a heap; those from there on are all free.
         self._free: list[int] = []
+        self._fresh = 0
         self.version = 0  # moves when an object comes or goes; resolved launches depend on it
         self.reload()
 
@@ -221,6 +223,7 @@ class Objects:
         """
         self._live.clear()
         self._free.clear()
+        self._fresh = 0
         self.version += 1
         half = []
         step = PAGE // s.OBJECT_BYTES
@@ -230,8 +233,9 @@ class Objects:
         for first in range(0, s.OBJECTS, step):
             at = s.object_at(first)
             if at // PAGE not in written or bytes(self._state.u8[at : at + PAGE]) == _ZERO_PAGE:
-                self._free.extend(range(first, first + step))
                 continue
+            self._free.extend(range(self._fresh, first))
+            self._fresh = first + step
             for slot in range(first, first + step):
                 at = s.object_at(slot)
                 if self._state.u32[at // 4]:
@@ -276,9 +280,11 @@ class Objects:
         Raises:
             Refused: TOO_MANY_OBJECTS.
         """
-        if not self._free:
+        if self._free:
+            return self._free[0]
+        if self._fresh == s.OBJECTS:
             raise Refused(CommandStatus.TOO_MANY_OBJECTS, f"{s.OBJECTS} objects exist")
-        return self._free[0]
+        return self._fresh
 
     def create(
         self,
@@ -312,7 +318,10 @@ class Objects:
         self.version += 1
         made = self._load(slot)
         self._live[slot] = made
-        heapq.heappop(self._free)
+        if self._free:
+            heapq.heappop(self._free)
+        else:
+            self._fresh += 1
         self._memory.claim(made.address, made.extent)
         return made
 
@@ -342,7 +351,8 @@ class Objects:
         for slot, gone in self._live.items():
             self._clear(slot, gone.generation + 1)
         self._live.clear()
-        self._free = list(range(s.OBJECTS))
+        self._free.clear()
+        self._fresh = 0
         self.version += 1
 
     def abandon(self, slot: int) -> None:
