@@ -201,7 +201,7 @@ class Assigning:
                     self._functions, self._links, domain.uuid, function.uuid,
                     wish.live, wish.persistent,
                 )  # fmt: skip
-            except AccelvisorError:
+            except Exception:
                 await self._end_unused(function.uuid, f"VM {domain.name} could not get it")
                 raise
             return _assigned(slot, done)

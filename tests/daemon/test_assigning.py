@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -96,6 +97,21 @@ def test_a_vm_gets_the_lowest_free_partition_whole(harness: Harness) -> None:
                 (0, "one"), (1, "two"),
             ]  # fmt: skip
             sound(daemon)
+
+    asyncio.run(scenario())
+
+
+def test_a_slice_is_hard_what_nobody_has_is_not_lent_to_it(harness: Harness) -> None:
+    async def scenario() -> None:
+        async with harness.daemon() as daemon:
+            await cut(harness, 2)
+            vm(harness, "one")
+            got = await attach(harness, "one")
+            await daemon._sharing.settle()
+            shares = harness.paths.function(got["function"]).spec.with_suffix(".shares")
+            lent = json.loads(shares.read_text()) if shares.exists() else []
+            assert not any(lent)
+            assert daemon._sharing.given[got["function"]].borrowed == 0
 
     asyncio.run(scenario())
 

@@ -217,6 +217,7 @@ def test_ranked_is_a_selection_in_descending_order(hosts: list[Candidate]) -> No
 
 # --- any sequence of events ----------------------------------------------------------------------
 
+CARDS = st.sampled_from(["card0", "card1"])
 VMS = st.sampled_from([f"vm{number}" for number in range(8)])
 
 
@@ -231,6 +232,8 @@ class AgainstAModel(RuleBasedStateMachine):
         self.waiters = Waiters(self.slots)
         self.now = 0.0
         self.held: dict[Slot, str] = {}
+        self.withheld: set[str] = set()
+        self.wants: dict[str, str | None] = {}
         self.open: list[tuple[str, float]] = []
         self.untold: list[tuple[float, str]] = []
 
@@ -241,29 +244,64 @@ class AgainstAModel(RuleBasedStateMachine):
     def serve(self, slot: Slot) -> str | None:
         self.pass_deadlines()
         del self.held[slot]
-        if not self.open:
-            return None
-        who, _ = self.open.pop(0)
-        self.held[slot] = who
-        return who
+        return self.offer(slot)
 
-    @rule(who=VMS, policy=st.sampled_from(OnExhaustion), patience=st.integers(-1, 6))
-    def ask(self, who: str, policy: OnExhaustion, patience: int) -> None:
+    def offer(self, slot: Slot) -> str | None:
+        takers = [item for item in self.open if self.wants[item[0]] in (None, slot.card)]
+        if not takers or slot.card in self.withheld:
+            return None
+        self.open.remove(takers[0])
+        self.held[slot] = takers[0][0]
+        return takers[0][0]
+
+    def loose(self, card: str | None = None) -> list[Slot]:
+        return [
+            slot
+            for slot in self.slots
+            if slot not in self.held
+            and slot.card not in self.withheld
+            and card in (None, slot.card)
+        ]
+
+    @rule(card=CARDS)
+    def withhold(self, card: str) -> None:
+        self.waiters.withhold(card)
+        self.withheld.add(card)
+
+    @rule(card=CARDS)
+    def allow(self, card: str) -> None:
+        self.pass_deadlines()
+        before, mine = card in self.withheld, [s for s in self.slots if s.card == card]
+        self.withheld.discard(card)
+        given = {}
+        for slot in mine:
+            if before and slot not in self.held and (who := self.offer(slot)) is not None:
+                given[slot] = who
+        assert self.waiters.allow(card, self.now) == given
+
+    @rule(
+        who=VMS,
+        policy=st.sampled_from(OnExhaustion),
+        patience=st.integers(-1, 6),
+        card=st.one_of(st.none(), CARDS),
+    )
+    def ask(self, who: str, policy: OnExhaustion, patience: int, card: str | None) -> None:
         self.pass_deadlines()
         end = self.now + patience
         busy = who in self.held.values()
         busy |= who in [item for item, _ in self.open] or who in [item for _, item in self.untold]
-        free = [slot for slot in self.slots if slot not in self.held]
+        free = self.loose(card)
         hosts = [Candidate("bravo", 1, True)]
-        answer = self.waiters.ask(who, policy, end, self.now, hosts)
+        answer = self.waiters.ask(who, policy, end, self.now, hosts, card)
         if busy:
             assert code(answer) == "one-function-per-vm"
         elif free:
-            assert not self.open
+            assert not [w for w, _ in self.open if self.wants[w] in (None, free[0].card)]
             assert answer == Granted(free[0])
             self.held[free[0]] = who
         elif policy is WAIT and patience > 0:
             self.open.append((who, end))
+            self.wants[who] = card
             assert answer == Waiting(len(self.open))
         elif policy is MIGRATE:
             assert answer == Migrate(hosts)
@@ -298,21 +336,25 @@ class AgainstAModel(RuleBasedStateMachine):
     @invariant()
     def slots_are_conserved(self) -> None:
         free, held = self.waiters.free, self.waiters.held
-        assert sorted([*free, *held]) == self.slots
+        assert free == self.loose()
         assert held == self.held
         assert len(set(held.values())) == len(held)
 
     @invariant()
     def nobody_waits_beside_a_free_slot(self) -> None:
         served = {who for who, end in self.open if end > self.now}
-        assert not (served and self.waiters.free)
+        for slot in self.waiters.free:
+            assert not [who for who in served if self.wants[who] in (None, slot.card)]
         assert not set(self.waiters.waiting) & set(self.held.values())
 
     def teardown(self) -> None:
         """Nobody starves: as many releases as there are waiters serve all who still have time."""
-        left = [who for who, end in self.open if end > self.now]
-        for who in left:
-            slot = min(self.waiters.held)
+        for card in ("card0", "card1"):
+            self.waiters.allow(card, self.now)
+        self.waiters.expired(self.now)
+        while self.waiters.waiting:
+            who = self.waiters.waiting[0]
+            slot = min(s for s in self.waiters.held if self.wants[who] in (None, s.card))
             assert self.waiters.released(slot, self.now) == who
 
 

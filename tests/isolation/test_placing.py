@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelvisor.errors import CapacityError, NotFoundError
+from accelvisor.errors import CapacityError, ConflictError, NotFoundError
 from accelvisor.isolation.placing import Answer, Cpus, Free, choose, fits, plan
 from accelvisor.isolation.resources import (
     Card,
@@ -216,3 +216,19 @@ def test_violations_are_seen(placement: Placement, text: str) -> None:
     assert violations([BANKED], {"a": a}, [3]) == []
     found = violations([BANKED], {"a": a, "b": placement}, [3])
     assert any(text in item for item in found), found
+
+
+def test_cards_that_are_cut_once_are_skipped_with_a_reason() -> None:
+    cards = [Card("one", 1, 4, 1 << 30), Card("two", 1, 4, 1 << 30)]
+    size = Profile("p", 2, 1, 1 << 20, 1 << 24, 4, 64)
+    answer = plan(cards, [], size, static={"one"})
+    assert answer.placement is not None
+    assert answer.placement.card == "two"
+    fit = fits(cards, [], size, static={"one"})
+    assert fit.count == 2
+    assert fit.limit.startswith("one: it is cut into static functions; two: ")
+    assert fits(cards, [], size, static={"one", "two"}).count == 0
+    with pytest.raises(ConflictError) as caught:
+        choose(cards, [], size, "one", static={"one"})
+    assert caught.value.code == "card-enabled"
+    assert caught.value.hint == "accelctl attach VM --card one"

@@ -1,9 +1,9 @@
 """Static functions at other hosts: what a host is asked before a VM is moved to it for one, and
 then for the function itself.
 
-The second question is answered only for a domain that the same host asked about before, that was
-not here then and is here now: so a host that is trusted can have functions assigned to what it
-brings, and to nothing else of this host's.
+The second question is answered only for a domain that the same host asked about before, that did
+not run here then and runs here now: so a host that is trusted can have functions assigned to what
+it brings, and not to what runs here anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from accelvisor.daemon.domains import DomainsLink
-from accelvisor.errors import ConflictError, NotFoundError
+from accelvisor.errors import ConflictError, DataError, NotFoundError
 from accelvisor.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -67,8 +67,10 @@ class Giving:
         """To a host that is trusted.
 
         Raises:
+            DataError: ``domain-uuid``.
             ConflictError: ``migration-not-asked``; and as :meth:`Assigning.attach`.
         """
+        _require_uuid(asked.domain)
         if isinstance(asked, AskPlaces):
             return msgspec.msgpack.encode(await self._places(host, asked))
         return msgspec.msgpack.encode(await self._place(host, asked))
@@ -109,3 +111,13 @@ class Giving:
             return (await self._links.call(lambda port: port.get(domain))).state.active
         except NotFoundError:
             return False
+
+
+def _require_uuid(text: str) -> None:
+    """libvirt finds domains by their names, too, and those are anybody's."""
+    try:
+        if str(UUID(text)) == text:
+            return
+    except ValueError:
+        pass
+    raise DataError(f'"{text[:80]}" is no UUID of a domain', code="domain-uuid", where="peer")
