@@ -74,7 +74,7 @@ class Limits:
     segments: int = 16
     # Of one function, over all of its chips.
     cores: int = 256
-    # Faults without a successful command between them that end in a reset of the function.
+    # Faults without a program between them that ran to its end: then the function is reset.
     fault_row: int = 16
     # Such resets within a minute before the function is quarantined: its programs do not get well.
     fault_resets_per_minute: int = 3

@@ -48,6 +48,9 @@ _M32 = 0xFFFF_FFFF
 _M64 = 0xFFFF_FFFF_FFFF_FFFF
 _ENTRY = struct.Struct("<16I")
 _LIGHT = frozenset((int(Opcode.NOP), int(Opcode.FENCE)))
+#: What shows that the guest's programs get somewhere: faults before it are forgotten. Opening a
+#: context, or filling a tensor, is what a program does that faults then.
+_WORK = frozenset((int(Opcode.LAUNCH), int(Opcode.CONTEXT_CLOSE)))
 _INTERRUPT = int(Flag.INTERRUPT)
 _ENABLED = int(QueueStatus.ENABLED)
 _FAULTED = int(QueueStatus.FAULTED)
@@ -126,7 +129,7 @@ class Frontend:
         self.points = blame.CRASH
         #: The function has no part of a card any more: no command is carried out.
         self.revoked = False
-        #: Called when ``LIMITS.fault_row`` contexts faulted and no command succeeded in between.
+        #: Called when ``LIMITS.fault_row`` contexts faulted, and no program ran in between.
         self.on_row: Callable[[], None] = lambda: None
 
     # --- the rings --------------------------------------------------------------------------------
@@ -357,7 +360,7 @@ class Frontend:
 
     def _finish(self, lane: Lane, status: int, value: int, cycles: int) -> None:
         cursor, u32, u64 = lane.cursor, self._u32, self._u64
-        if not status and u32[s.R_ROW]:
+        if u32[s.R_ROW] and not status and u32[cursor] & 0xFFFF in _WORK:
             u32[s.R_ROW] = 0
         u32[cursor + s.C_STATUS] = status
         u64[(cursor + s.C_VALUE64) // 2] = value

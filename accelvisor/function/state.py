@@ -89,7 +89,7 @@ R_MIGRATION = R + 5  # VFIO v2 device state
 R_FAULTS = R + 6
 R_FREEZE = R + 7  # Freeze bits
 R_RESETTING = R + 8  # 1 while a reset is being carried out
-R_ROW = R + 9  # faults since the last command that succeeded
+R_ROW = R + 9  # faults since a program last ran to its end
 R_CLOCK64 = (REGS_AT + 64) // 8  # cycles of queues that are disabled by now
 
 FREEZE_CONTROL = 1  # asked for on the control socket
