@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -215,6 +216,8 @@ class Harness:
     def __init__(self, root: Path) -> None:
         self.paths = Paths(root / "r", root / "state", root / "accelvisor.toml")
         self.domains = FakeDomains()
+        # Not the loop's own threads: the daemon in the same loop needs those to answer.
+        self._clients = ThreadPoolExecutor(64, thread_name_prefix="client")
         self.supervisor = SubprocessSupervisor(self.paths, (sys.executable, "-S", "-E", str(FAKE)))
         # The fake function is no spare; test_spares.py has real ones.
         self.config = Config(
@@ -258,7 +261,7 @@ class Harness:
                 admin.interface().check_reply(member, reply)
                 return reply
 
-        return await asyncio.to_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._clients, work)
 
     async def stream(self, member: str, **parameters: Any) -> list[dict[str, Any]]:
         """All replies of a call with ``more``, checked as those of :meth:`call`."""
@@ -270,7 +273,7 @@ class Harness:
                 admin.interface().check_reply(member, reply)
             return replies
 
-        return await asyncio.to_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._clients, work)
 
     async def create(self, name: str, profile: str = "small") -> dict[str, Any]:
         return (await self.call("CreateFunction", profile=profile, name=name))["function"]
