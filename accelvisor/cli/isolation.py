@@ -133,7 +133,7 @@ def _card(item: Mapping[str, Any]) -> str:
         ("links", links or "-"),
         ("cores free", f"{item['cores_free']} of {item['cores']} ({free})"),
         ("memory free", f"{memory}, in {item['banks']} banks"),
-        ("", "\n".join(map(_range, item["free_ranges"]))),
+        ("free pieces", "\n".join(map(_range, item["free_ranges"]))),
         ("queues free", f"{item['queues_free']} of {item['queues']}"),
         ("vectors free", f"{item['vectors_free']} of {item['vectors']}"),
         ("host port", port),

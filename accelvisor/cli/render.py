@@ -88,7 +88,7 @@ def functions(items: Sequence[Mapping[str, Any]]) -> str:
             "NAME": named(item),
             "UUID": item["uuid"],
             "PROFILE": item["profile"],
-            "CARD": item["card"],
+            "CARD": item["card"] or "-",
             "CORES": str(item["cores"]),
             "MEMORY": size(item["memory_bytes"]),
             "STATE": state(item),

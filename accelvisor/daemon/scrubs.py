@@ -120,7 +120,7 @@ class Scrubs:
         clean = replace(function, epoch=epoch)
         files.write(paths, self._functions.specification(clean))
         await self._write(clean, How.RENEWED, _evidence(status), function.memory_bytes)
-        words = f"{function.name} was scrubbed, {function.memory_bytes} bytes, epoch {epoch}"
+        words = f"{function.name} was scrubbed: all of it is new, epoch {epoch}"
         await self._registry.clean(clean, words)
         return clean
 

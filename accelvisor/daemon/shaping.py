@@ -33,6 +33,7 @@ from accelvisor.isolation import planner
 from accelvisor.isolation.planner import Plan, Verb, Wanted
 from accelvisor.isolation.resources import Placement, Range
 from accelvisor.isolation.segments import lay
+from accelvisor.limits import MIB
 
 LOG = logging.getLogger(__name__)
 
@@ -211,7 +212,7 @@ class Shaping:
             await self._scrubs.resized(made, gone, scrubbed or gone.memory_bytes)
         kind = "function-resized" if change.verb is Verb.RESIZE else "function-revoked"
         words = (
-            f"{function.name} has {made.cores} cores and {made.memory_bytes} bytes of memory,"
+            f"{function.name} has {made.cores} cores and {made.memory_bytes // MIB} MiB of memory,"
             f" epoch {made.epoch}"
         )
         await self._registry.end_change(made, kind, words)

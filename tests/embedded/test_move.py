@@ -102,7 +102,9 @@ def test_moves_at_any_instant_change_no_bit(hosts):
     stopped = sum((traveller.stopped for traveller in travellers), Counter())
     print(stopped, sorted(travellers[0].downtimes)[::20])
     assert stopped.total() == 2 * moves
-    assert {"copy in", "kernels", "copy out", "copies"} <= set(stopped)
+    # In the middle of everything that a guest does; of few moves, of nearly everything.
+    met = {"copy in", "kernels", "copy out", "copies"} & set(stopped)
+    assert len(met) >= by_night(4, 3)
     wanted = unmoved(hosts[0], max(len(work.digests) for work in works))
     for work in works:
         assert work.digests == wanted[: len(work.digests)]

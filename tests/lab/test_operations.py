@@ -81,7 +81,7 @@ def test_a_vm_with_a_function_computes(host: LabHost, vm: Guest) -> None:
     selftest(vm)
 
 
-def test_a_training_is_undisturbed_by_a_killed_worker_and_restarts_of_the_daemon(
+def test_a_training_is_undisturbed_by_a_killed_worker_restarts_of_the_daemon_and_other_sizes(
     host: LabHost, vm: Guest, function: dict[str, Any]
 ) -> None:
     vm.push(DIGITS, "/root/digits.npz")
@@ -95,6 +95,10 @@ def test_a_training_is_undisturbed_by_a_killed_worker_and_restarts_of_the_daemon
     assert len(workers) == 1
     host.run(["kill", "-KILL", *workers])
     computes_on(host, "after the worker was killed")
+
+    grown = accelctl(host, "function", "resize", NAME, "--cores", "3", "--memory", "96MiB")
+    assert (grown["function"]["cores"], grown["function"]["memory_bytes"]) == (3, 96 << 20)
+    computes_on(host, "with more of the card")
 
     host.run(["systemctl", "restart", "accelvisor"])
     host.wait(lambda: answers(host), deadline_s=30, what="accelvisord after a restart")
@@ -111,6 +115,11 @@ def test_a_training_is_undisturbed_by_a_killed_worker_and_restarts_of_the_daemon
     assert state(host, NAME) == "running"
     computes_on(host, "after accelvisord was killed")
 
+    shrunk = accelctl(host, "function", "resize", NAME, "--cores", "1", "--memory", "64MiB")
+    assert shrunk["plan"]["scrub_bytes"] == 32 << 20
+    assert shrunk["function"]["epoch"] == grown["function"]["epoch"] + 1
+    computes_on(host, "with less of it")
+
     trained = json.loads(vm.finish(pid, timeout=300).stdout)
     assert unit_pid(host, function_unit(function)) == holder, "the same process, adopted twice"
     host.push(DIGITS, "/var/tmp/walk.npz")
@@ -119,6 +128,48 @@ def test_a_training_is_undisturbed_by_a_killed_worker_and_restarts_of_the_daemon
     wanted = json.loads(said.stdout)
     assert trained["weights_sha256"] == wanted["weights_sha256"]
     assert trained["losses"] == wanted["losses"]
+
+
+def test_a_guest_that_writes_everywhere_harms_only_itself(host: LabHost, vm: Guest) -> None:
+    """Registers and window get anything, for seconds, while a neighbour is tested through and
+    through; after a reset the guest's own function is as good as new.
+    """
+    script = Path(__file__).with_name("hostile.py")
+    vm.push(script, "/root/hostile.py")
+    neighbour = accelctl(host, "function", "create", "small", "--name", "neighbour")["function"]
+    try:
+        pid = vm.start(["python3", "/root/hostile.py", *seen(vm), "10"])
+        accelctl(host, "function", "selftest", "neighbour")  # says so if one check fails
+        assert int(vm.finish(pid, timeout=120).stdout) > 1000
+        assert state(host, NAME) == "running"
+    finally:
+        accelctl(host, "function", "delete", neighbour["uuid"])
+    accelctl(host, "function", "reset", NAME)
+    selftest(vm)
+
+
+def test_a_function_is_revoked_under_a_running_vm(host: LabHost, vm: Guest) -> None:
+    """It is plugged in, taken away in place, and goes when it is unplugged."""
+    before = seen(vm)
+    accelctl(host, "function", "create", "small", "--name", "brief")
+    accelctl(host, "attach", "brief", NAME, "--live")
+    host.wait(lambda: len(seen(vm)) == 2, deadline_s=60, what="the second function in the guest")
+    (address,) = set(seen(vm)) - set(before)
+    free = accelctl(host, "card", "show", "card0")["card"]["cores_free"]
+    plan = accelctl(host, "function", "revoke", "brief", "--dry-run")["plan"]
+    assert plan["scrub_bytes"] == 64 << 20
+    assert state(host, "brief") == "running"
+    assert accelctl(host, "function", "revoke", "brief")["function"]["revoked"]
+    assert accelctl(host, "card", "show", "card0")["card"]["cores_free"] == free + 1
+    said = vm.run(["accelguest", "selftest", "--device", address, "--json"], check=False)
+    assert said.returncode != 0
+    assert "device-revoked" in said.stdout + said.stderr
+    selftest(vm, "--device", *before)
+    accelctl(host, "detach", "brief", NAME, "--live")
+    host.wait(
+        lambda: [f["name"] for f in accelctl(host, "function", "list")["functions"]] == [NAME],
+        deadline_s=30, what="the end of what was revoked",
+    )  # fmt: skip
 
 
 def _zygote(host: LabHost, holder: int) -> int:
@@ -420,3 +471,46 @@ def test_a_full_host_refuses_with_a_reason_for_each_card(host: LabHost, configur
     finally:
         for uuid in made:
             accelctl(host, "function", "delete", uuid, check=False)
+
+
+# --- host CPUs -----------------------------------------------------------------------------------
+
+SURE = """[profiles.small]
+[profiles.sure]
+policy = "guaranteed"
+[profiles.least]
+policy = "best-effort"
+"""
+
+
+def test_units_follow_the_policies_of_their_functions(host: LabHost) -> None:
+    """A guaranteed function takes a CPU from the others, and gives it back."""
+
+    def unit(name: str) -> dict[str, str]:
+        uuid = accelctl(host, "function", "show", name)["function"]["uuid"]
+        words = ["systemctl", "show", "--property=AllowedCPUs,CPUWeight"]
+        said = host.run([*words, f"accelvisor-function@{uuid}.service"]).stdout
+        return dict(line.split("=", 1) for line in said.splitlines())
+
+    host.push(SURE.encode(), "/etc/accelvisor/conf.d/90-policies.toml")
+    host.run(["systemctl", "reload", "accelvisor"])
+    try:
+        accelctl(host, "function", "create", "small", "--name", "usual")
+        card = accelctl(host, "function", "create", "sure", "--name", "sure")
+        assert card["function"]["policy"] == "guaranteed"
+        share = accelctl(host, "card", "show", "card0")["card"]["shares"][1]
+        (cpu,) = share["cpus"]
+        assert unit("sure")["AllowedCPUs"] == str(cpu)
+        assert unit("usual")["AllowedCPUs"] == str(1 - cpu)
+        refused = accelctl(host, "function", "create", "sure", check=False)
+        assert refused["parameters"]["code"] == "no-room"
+        assert "CPUs" in refused["parameters"]["message"]
+        accelctl(host, "function", "delete", "sure")
+        assert unit("usual")["AllowedCPUs"] == "0-1"
+        accelctl(host, "function", "create", "least", "--name", "least")
+        assert unit("least")["CPUWeight"] in ("idle", "0")
+    finally:
+        for name in ("usual", "sure", "least"):
+            host.run(["accelctl", "function", "delete", name], check=False)
+        host.run(["rm", "/etc/accelvisor/conf.d/90-policies.toml"])
+        host.run(["systemctl", "reload", "accelvisor"])
