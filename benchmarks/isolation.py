@@ -24,6 +24,7 @@ import numpy as np
 
 from accelvisor.abi.registers import Reg
 from accelvisor.embedded.host import EmbeddedHost
+from accelvisor.errors import AccelvisorError
 from accelvisor.guest.function import Function
 from accelvisor.isolation.segments import Segment, SegmentTable
 from accelvisor.limits import MIB
@@ -178,11 +179,12 @@ def _statistics(path: Path) -> dict[str, Any]:
     return asyncio.run(function_link.call(path, "statistics"))
 
 
-def _until(condition: Callable[[], bool]) -> None:
+def _until(condition: Callable[[], bool], meanwhile: Callable[[], None] = lambda: None) -> None:
     end = time.monotonic() + 30
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError("the neighbour does not compute")
+            raise TimeoutError("it does not come to that")
+        meanwhile()
         time.sleep(0.01)
 
 
@@ -200,6 +202,8 @@ def _shapes(host: EmbeddedHost, repeats: int) -> Iterator[Record]:
         work = _command(fn)
         for _ in range(repeats):
             fn.ones((48 * MIB,)).close()
+            work()  # what was closed goes with the next commands
+            _until(lambda: fn.info()["memory_used_bytes"] < 32 * MIB, work)
             gaps.append(_gap(host, made["uuid"], work, 64 * MIB))
             began = time.perf_counter()
             zeros[:] = 0
@@ -217,10 +221,14 @@ def _shapes(host: EmbeddedHost, repeats: int) -> Iterator[Record]:
 def _gap(host: EmbeddedHost, uuid: str, work: Callable[[], None], memory: int) -> float:
     """Resize while commands run one after the other; the longest of them (seconds)."""
     done = threading.Event()
+    wrong: list[AccelvisorError] = []
 
     def change() -> None:
-        with host.admin() as admin:
-            admin.call("ResizeFunction", {"function": uuid, "memory_bytes": memory})
+        try:
+            with host.admin() as admin:
+                admin.call("ResizeFunction", {"function": uuid, "memory_bytes": memory})
+        except AccelvisorError as error:
+            wrong.append(error)
         done.set()
 
     thread = threading.Thread(target=change)
@@ -231,6 +239,8 @@ def _gap(host: EmbeddedHost, uuid: str, work: Callable[[], None], memory: int) -
         work()
         longest = max(longest, time.perf_counter() - began)
     thread.join()
+    if wrong:
+        raise wrong[0]
     return longest
 
 

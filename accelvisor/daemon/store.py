@@ -128,6 +128,28 @@ class Function:
     def card(self) -> str:
         return self.placement.card
 
+    def require_whole(self) -> None:
+        """It has something to save or to move, and would go on with it.
+
+        Raises:
+            ConflictError: ``function-revoked``, ``function-quarantined``.
+        """
+        where = f"function:{self.name}"
+        if self.revoked:
+            raise ConflictError(
+                f'function "{self.name}" was revoked',
+                code="function-revoked",
+                where=where,
+                hint="detach it first",
+            )
+        if self.quarantine:
+            raise ConflictError(
+                f'function "{self.name}" is quarantined: {self.quarantine}',
+                code="function-quarantined",
+                where=where,
+                hint="accelctl function reset, then try again",
+            )
+
     def with_state(self, state: State, reason: str = "") -> Function:
         return replace(self, state=state, reason=reason)
 

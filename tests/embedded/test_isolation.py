@@ -130,6 +130,9 @@ def test_a_revoked_function_says_so_to_its_guest(
         with pytest.raises(AccelvisorError) as caught:
             resize(host, function, cores=1)
         assert caught.value.code == "function-revoked"
+        with pytest.raises(AccelvisorError) as caught:
+            vm.migrate(hosts[1])
+        assert caught.value.code == "function-revoked"
     finally:
         vm.close()
 

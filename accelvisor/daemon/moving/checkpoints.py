@@ -166,6 +166,7 @@ class Checkpoints:
         services = self._services
         async with self.locks[uuid]:
             function = services.functions.registry.find(uuid)
+            function.require_whole()
             mark = await self.library.next_mark(uuid)
             name = f"{uuid}/{_name(mark, want)}"
             if name in await asyncio.to_thread(self._store.names, uuid):

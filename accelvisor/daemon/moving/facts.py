@@ -133,6 +133,7 @@ class Looking:
             fit.need(function), function.state, held=function.uuid in services.functions.held
         )
         try:
+            function.require_whole()
             await self._owned(function.uuid)
             seen = await sample.take(services, function)
         except AccelvisorError as error:

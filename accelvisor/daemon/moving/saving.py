@@ -123,6 +123,7 @@ class DomainSaves:
             for function in functions:
                 await stack.enter_async_context(self._checkpoints.locks[function.uuid])
                 self._services.functions.require_free(function)
+                function.require_whole()
                 # To the end, also after QEMU gave up: a move that began meanwhile would be undone.
                 stack.enter_context(holding(self._services.functions.held, function.uuid))
             marks = [await self._library.next_mark(function.uuid) for function in functions]

@@ -239,6 +239,7 @@ class SourceMove:
         await self._hold(set(mine))
         for function in mine.values():
             self.domain_name = function.domain or ""
+            function.require_whole()
             self.parts.append(await self._part(function))
         envelopes = tuple(sealing.offer(services, self, part) for part in self.parts)
         self._offer = wire.Offer(
