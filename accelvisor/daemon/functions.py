@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-from accelvisor.daemon import files, function_link
+from accelvisor.daemon import files, function_link, working
 from accelvisor.daemon.config import NAME, Config, card_of, host_cpus, profile_of
 from accelvisor.daemon.lifecycle import Event, State, move
 from accelvisor.daemon.names import is_uuid
@@ -26,12 +26,11 @@ from accelvisor.daemon.paths import Paths, peer
 from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.spares import Spares
 from accelvisor.daemon.store import Function
-from accelvisor.daemon.supervisor import ProcessState, Supervisor
+from accelvisor.daemon.supervisor import Supervisor
 from accelvisor.errors import (
     AccelvisorError,
     ConflictError,
     NotFoundError,
-    SystemFailure,
     UsageError,
 )
 from accelvisor.isolation import placing
@@ -43,9 +42,6 @@ LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 #: Where a static function goes: the place, and the number of its partition.
 Part: TypeAlias = tuple[Placement, int]
-
-#: How often a process that does not come up is looked at (seconds).
-FAILED_S = 0.5
 
 #: The named points after each step, for fault injection in tests.
 CREATE_STEPS = (
@@ -268,35 +264,10 @@ class Functions:
         if not await self.spares.become(function.uuid, spec, memory):
             await self.world.supervisor.start(function.uuid, memory)
         self.world.fault("create:started")
-        await self._come_up(function)
+        await working.come_up(self.world, function)
         self.on_ready(function.uuid)
         await self.on_fresh(function)
         return function
-
-    async def _come_up(self, function: Function) -> None:
-        """Until it is ready, or has ended: then nobody needs to wait for the deadline."""
-        paths = self.world.paths.function(function.uuid)
-        loop = asyncio.get_running_loop()
-        ready = loop.create_task(
-            function_link.wait_ready(paths.holder_socket, deadline_s=self.world.ready_s)
-        )
-        failed = 0
-        try:
-            while not (await asyncio.wait((ready,), timeout=FAILED_S))[0]:
-                # Twice: a unit that failed before stays so until its new start begins.
-                state = await self.world.supervisor.state(function.uuid)
-                failed = failed + 1 if state is ProcessState.FAILED else 0
-                if failed == 2:
-                    raise SystemFailure(
-                        "the function process ended before it was ready",
-                        code="function-not-ready",
-                        where=f"function:{function.uuid}",
-                        hint="its log says why (journalctl -u accelvisor-function@UUID)",
-                    )
-            await ready
-        finally:
-            ready.cancel()
-            await asyncio.gather(ready, return_exceptions=True)
 
     async def remove(self, function: Function, message: str) -> None:
         """From the journal row ``deleting`` to nothing. The caller holds the lock."""
@@ -425,7 +396,7 @@ class Functions:
             if function.state is State.FAILED:
                 return await self.revive(function)
             paths = self.world.paths.function(uuid)
-            await function_link.call(paths.control_socket, "reset")
+            await working.reset(paths, function)
             function = replace(function, quarantine="")
             await self.registry.commit(function, "function-reset", f"{function.name} was reset")
             return function

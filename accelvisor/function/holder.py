@@ -23,19 +23,19 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from accelvisor.abi.registers import PAGE
 from accelvisor.errors import ConflictError
 from accelvisor.function import channel as ch
 from accelvisor.function import shape as shapes
 from accelvisor.function import zygote
 from accelvisor.function.doors import Doors
-from accelvisor.function.endpoints import has_data, listen, memfd, notify_ready, open_descriptors
+from accelvisor.function.endpoints import listen, notify_ready, open_descriptors
+from accelvisor.function.files import NAMES, Files
 from accelvisor.function.giveup import Answerer
 from accelvisor.function.hiding import slim
 from accelvisor.function.loop import Loop
 from accelvisor.function.requests import Answer, Requests
 from accelvisor.function.spec import Spec
-from accelvisor.function.state import FD_SLOTS, FREEZE_QUARANTINE, STATE_BYTES, TRACK_BYTES
+from accelvisor.function.state import FD_SLOTS, FREEZE_QUARANTINE
 from accelvisor.function.watchdog import LOOK_S, Watchdog
 from accelvisor.limits import LIMITS
 
@@ -125,16 +125,8 @@ class Holder:
             self._end()
 
     def _make_memory(self) -> None:
-        shape = self._shape
-        self._memfds = (
-            memfd("state", STATE_BYTES),
-            memfd("window", self._spec.window_bytes),
-            # It may grow with the function's shape, and never shrinks under who maps it.
-            memfd("memory", max(PAGE, shape.memory_bytes), grows=True),
-            memfd("track", TRACK_BYTES),
-        )
-        shapes.begin(self._memfds[0], shape)
-        self._watchdog = Watchdog(self._memfds[0])
+        self._files = Files(self._shape, self._spec.window_bytes)
+        self._watchdog = Watchdog(self._files.state)
 
     def _refuse_second(self) -> None:
         probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -221,7 +213,7 @@ class Holder:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         slots = array.array("I", self._kept)
-        fds = [theirs.fileno(), self._control.fileno(), *self._memfds, *self._pipe]
+        fds = [theirs.fileno(), self._control.fileno(), *self._files.all(), *self._pipe]
         if self._connection is not None:
             fds.append(self._connection.fileno())
         fds.extend(self._kept.values())
@@ -260,7 +252,7 @@ class Holder:
         elif kind == ch.DROP:
             self._drop(argument)
         elif kind == ch.MEMORY and len(fds) == 1:
-            self._adopt_memory(fds.pop())
+            self._files.adopt_memory(fds.pop(), self._shape.memory_bytes)
         elif kind == ch.TROUBLE:
             self._tell_trouble()
         elif kind == ch.GONE and argument == self._number:
@@ -277,15 +269,6 @@ class Holder:
                 notify_ready(f"serves a function of profile {self._spec.profile}")
         for fd in fds:
             os.close(fd)
-
-    def _adopt_memory(self, fd: int) -> None:
-        """A loaded state brought device memory of its own."""
-        if os.fstat(fd).st_size < self._shape.memory_bytes:
-            os.close(fd)
-            return
-        state, window, memory, track = self._memfds
-        os.close(memory)
-        self._memfds = state, window, fd, track
 
     def _worker_died(self, link: socket.socket) -> None:
         self._loop.forget(link.fileno())
@@ -382,8 +365,7 @@ class Holder:
 
     def _begin_anew(self) -> None:
         """A new client after giving up: nothing is kept of the state that may be to blame."""
-        for fd in self._memfds:
-            os.close(fd)
+        self._files.close()
         self._make_memory()
         self._gave_up = ""
         self._tell_trouble()
@@ -428,7 +410,7 @@ class Holder:
         connection = self._connection
         if connection is None:
             return
-        self._answerer = Answerer(self._memfds[0], connection, self._pipe)
+        self._answerer = Answerer(self._files.state, connection, self._pipe)
         self._loop.watch(connection.fileno(), self._answer)
         self._go_on(self._answerer, self._answerer.resume())
 
@@ -453,10 +435,7 @@ class Holder:
             "quarantined": self._watchdog.frozen_by(FREEZE_QUARANTINE),
             "connected": self._connection is not None,
             "connection": self._number,
-            "data": {
-                name: has_data(fd)
-                for name, fd in zip(("window", "memory", "track"), self._memfds[1:], strict=True)
-            },
+            "data": self._files.data(),
             "holder_pid": os.getpid(),
             "zygote_pid": self._zygote_pid,
             "worker_pid": self._worker_pid,
@@ -499,9 +478,7 @@ class Holder:
 
     def _lend(self, *_: object) -> Answer:
         """The function's memory, to be copied: read-only but for the marks of what was written."""
-        *read_only, track = self._memfds
-        fds = [os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC) for fd in read_only]
-        return Answer({"files": ["state", "window", "memory", "track"]}, [*fds, os.dup(track)])
+        return Answer({"files": list(NAMES)}, self._files.lend())
 
     def _shutdown(self, *_: object) -> dict[str, Any]:
         self._stop()

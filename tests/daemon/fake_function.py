@@ -138,7 +138,7 @@ def main() -> None:
 
     def control(method: str, parameters: dict[str, Any]) -> dict[str, object]:
         nonlocal resets
-        if method == "reset":
+        if method == "reset" and said_in("shaping") != "liar":
             resets += 1
         if method == "reshape":
             return reshape(parameters)
@@ -147,7 +147,8 @@ def main() -> None:
             Path(sys.argv[1]).with_suffix(".shares").write_text(json.dumps(shares))
         if method == "status":
             told = json.loads(said_in("sandbox") or "{}")
-            fields = {"epoch": shape["epoch"], "shape_epoch": shape["epoch"], **told}
+            now = {"epoch": shape["epoch"], "shape_epoch": shape["epoch"], "resets": resets}
+            fields = {**now, **told}
             return {"parameters": fields}
         return {"parameters": {"resets": resets, "commands": 0}}
 

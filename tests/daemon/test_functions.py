@@ -55,7 +55,7 @@ def test_a_process_that_ends_at_once_is_not_waited_for(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_TEMPER", "quits")
-    monkeypatch.setattr("accelvisor.daemon.functions.FAILED_S", 0.05)
+    monkeypatch.setattr("accelvisor.daemon.working.FAILED_S", 0.05)
 
     async def scenario() -> None:
         async with harness.daemon() as daemon:

@@ -186,6 +186,22 @@ def test_a_function_that_only_says_so_is_found_out(harness: Harness) -> None:
     asyncio.run(scenario())
 
 
+def test_a_reset_that_was_not_done_is_no_success(harness: Harness) -> None:
+    """Case P5: reset failed silently."""
+
+    async def scenario() -> None:
+        async with harness.daemon():
+            made = await harness.create("mine")
+            mood(harness, made["uuid"], "liar")
+            with pytest.raises(AccelvisorError) as caught:
+                await harness.call("ResetFunction", function="mine")
+            assert caught.value.code == "reset-not-done"
+            mood(harness, made["uuid"], None)
+            await harness.call("ResetFunction", function="mine")
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("text", ["absent", "lost"])
 def test_a_function_that_dies_in_the_middle_begins_anew_with_its_old_size(
     harness: Harness, text: str

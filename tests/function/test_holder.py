@@ -240,11 +240,10 @@ class Asked:
 
     def __init__(self) -> None:
         self.holder = Holder(make_spec(Path("/tmp")))
-        self.files = [memfd(name, 4096) for name in ("a", "b", "c")]
         self.zygote, ours = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         holder = self.holder
-        holder._memfds = (self.files[0], self.files[1], self.files[2])
+        holder._make_memory()
         holder._pipe = os.pipe()
         holder._control = self.control
         holder._adopt_zygote(ours, 0)
@@ -267,7 +266,8 @@ class Asked:
                 sock.close()
         self.zygote.close()
         self.control.close()
-        for fd in (*self.files, *self.holder._pipe, *self.holder._kept.values()):
+        self.holder._files.close()
+        for fd in (*self.holder._pipe, *self.holder._kept.values()):
             os.close(fd)
 
 
