@@ -54,6 +54,8 @@ def host_show(session: Session) -> int:
 
 def function_create(session: Session) -> int:
     options = session.options
+    if options.dry_run:
+        return _in("isolation", "plan")(session)
     reply = session.call(
         "CreateFunction",
         reply_s=LONG_S,

@@ -74,6 +74,14 @@ def profiles(session: Session) -> int:
     return 0
 
 
+def plan(session: Session) -> int:
+    """``accelctl function create --dry-run``."""
+    options = session.options
+    reply = session.call("PlanFunction", profile=options.profile, card=options.card)
+    session.show(reply, lambda: _planned(reply["plan"], "a function", options.profile, True))
+    return 0
+
+
 def resize(session: Session) -> int:
     options = session.options
     reply = session.call(
@@ -229,9 +237,13 @@ def _profiles(items: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _changed(reply: Mapping[str, Any], dry_run: bool | None) -> str:
-    plan, function = reply["plan"], reply["function"]
+    plan, name = reply["plan"], reply["function"]["name"]
     if plan["same"]:
-        return f"{function['name']} has that size already; nothing to do"
+        return f"{name} has that size already; nothing to do"
+    return _planned(plan, name, "", dry_run)
+
+
+def _planned(plan: Mapping[str, Any], name: str, profile: str, dry_run: bool | None) -> str:
     steps = [
         {
             "STEP": str(number),
@@ -242,10 +254,10 @@ def _changed(reply: Mapping[str, Any], dry_run: bool | None) -> str:
         for number, step in enumerate(plan["steps"], 1)
     ]
     moved = "".join(f"\ncore {a} becomes core {b}" for a, b in map(str.split, plan["moves"]))
-    head = (
-        f"{plan['verb']} {function['name']} to {plan['cores']} cores and"
-        f" {render.size(plan['memory_bytes'])}, epoch {plan['epoch']}"
-    )
-    still = f"{len(plan['quiesce'])} function stands still, about {plan['estimate_ms']} ms in all"
+    size = f"{plan['cores']} cores and {render.size(plan['memory_bytes'])}"
+    to = f"of profile {profile}: {size}" if profile else f"to {size}, epoch {plan['epoch']}"
+    count = len(plan["quiesce"])
+    still = f"{count or 'no'} function{'' if count == 1 else 's'} stand{'s' if count == 1 else ''}"
+    still += f" still, about {plan['estimate_ms']} ms in all"
     tail = "nothing was changed (--dry-run)" if dry_run else "done, and read back"
-    return f"{head}\n\n{render.table(steps, '')}{moved}\n\n{still}; {tail}"
+    return f"{plan['verb']} {name} {to}\n\n{render.table(steps, '')}{moved}\n\n{still}; {tail}"

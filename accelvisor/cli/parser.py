@@ -170,6 +170,7 @@ def _functions(group: _Group) -> None:
     create.add_argument("profile", metavar="PROFILE")
     create.add_argument("--name", help="a name of its own (default: its UUID)")
     create.add_argument("--card", help="the card to take it from (default: the first with room)")
+    create.add_argument("--dry-run", action="store_true", default=None, help="only show the plan")
     group.command("list", "list the functions")
     for name, about in (
         ("show", "show one function"),

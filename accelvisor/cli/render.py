@@ -126,6 +126,10 @@ def function(item: Mapping[str, Any]) -> str:
 
 
 def host(item: Mapping[str, Any]) -> str:
+    huge = "none"
+    if item["huge_pages"]:
+        huge = f"{size(item['huge_pages_free'])} of {size(item['huge_pages'])} free"
+    shared = f"{numbers(item['shared_cpus'])} of them shared"
     return fields(
         [
             ("host", item["name"]),
@@ -134,6 +138,8 @@ def host(item: Mapping[str, Any]) -> str:
             ("abi", item["abi_version"]),
             ("kernel", item["kernel"]),
             ("machine", f"{item['cpus']} CPUs, {size(item['memory_bytes'])}"),
+            ("memory", f"{size(item['memory_available'])} available, huge pages: {huge}"),
+            ("for functions", f"CPUs {numbers(item['function_cpus'])}, {shared}"),
             ("hypervisor", item["hypervisor"] or "not reachable"),
             ("supervisor", item["supervisor"]),
             ("cards", str(item["cards"])),

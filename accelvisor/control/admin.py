@@ -38,6 +38,7 @@ LEVELS: Mapping[str, Level] = {
     "DeleteFunction": Level.ADMIN,
     "FunctionStatistics": Level.READ,
     "ResetFunction": Level.OPERATE,
+    "PlanFunction": Level.READ,
     "ResizeFunction": Level.ADMIN,
     "RevokeFunction": Level.ADMIN,
     "AttachFunction": Level.OPERATE,

@@ -79,6 +79,18 @@ def gather(
     )
 
 
+def memory() -> dict[str, int]:
+    """Bytes of the host's memory, as ``GetHost`` tells them."""
+    meminfo = _meminfo()
+    page = meminfo.get("Hugepagesize", 0) * 1024
+    return {
+        "memory_bytes": meminfo.get("MemTotal", 0) * 1024,
+        "memory_available": meminfo.get("MemAvailable", 0) * 1024,
+        "huge_pages": meminfo.get("HugePages_Total", 0) * page,
+        "huge_pages_free": meminfo.get("HugePages_Free", 0) * page,
+    }
+
+
 def judge(facts: Facts, functions: Sequence[Function]) -> list[Check]:
     """The findings, in a fixed order."""
     return [

@@ -33,7 +33,8 @@ from accelvisor.errors import (
     NotFoundError,
     UsageError,
 )
-from accelvisor.isolation import placing
+from accelvisor.isolation import placing, planner
+from accelvisor.isolation.planner import Plan
 from accelvisor.isolation.resources import Card, Placement, Profile
 from accelvisor.isolation.segments import lay
 from accelvisor.limits import LIMITS
@@ -164,6 +165,12 @@ class Functions:
         """A function in a static partition, which nobody else has; made as by :meth:`create`."""
         made = self._create(profile, None, placement.card, (placement, partition))
         return await self.carry(made)
+
+    async def plan(self, profile: str, card: str | None) -> Plan:
+        """What :meth:`create` would do now; errors as there."""
+        async with self.placing:
+            found = self._plan("", "", self._profile(profile), card, None)
+        return planner.create(found.placement)
 
     async def bring(self, uuid: str, profile: Profile, name: str = "") -> Function:
         """A function that comes from another host: with its UUID, its name if nobody has that here,

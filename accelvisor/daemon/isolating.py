@@ -75,6 +75,9 @@ class IsolationMethods:
 
     # --- functions --------------------------------------------------------------------------------
 
+    async def plan_function(self, profile: str, card: str | None = None) -> dict[str, Any]:
+        return {"plan": wire.plan(await self._functions.plan(profile, card))}
+
     async def resize_function(
         self,
         function: str,

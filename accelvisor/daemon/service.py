@@ -30,6 +30,7 @@ from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, NotFoundError, UsageError
 from accelvisor.hypervisor.capabilities import Finding
 from accelvisor.hypervisor.port import Domain, DomainsPort
+from accelvisor.isolation.placing import Cpus
 
 #: Seconds: of the event stream's signs of life, and how long verbs wait for guests.
 ALIVE_S = 15.0
@@ -103,7 +104,9 @@ class AdminService(MovingMethods, IsolationMethods):
                 "abi_version": f"{ABI_MAJOR}.{ABI_MINOR}",
                 "kernel": platform.release(),
                 "cpus": os.cpu_count() or 1,
-                "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+                "function_cpus": list(self._functions.cpus),
+                "shared_cpus": list(Cpus(self._functions.cpus, self._registry.held()).shared),
+                **await asyncio.to_thread(doctor.memory),
                 "boot_id": self.identity.boot_id,
                 "supervisor": self._functions.world.supervisor.name,
                 "hypervisor": hypervisor,

@@ -27,7 +27,7 @@ TERMINATE_S = 2.0
 KILL_S = 5.0
 #: MemoryMax= of the unit file, and what a function uses beside its device's memory: programs,
 #: libraries, compiled kernels, scratch, by measurement under 300 MiB.
-UNIT_MEMORY_BYTES = 8 * GIB
+UNIT_MEMORY_BYTES = 2 * GIB
 OWN_MEMORY_BYTES = GIB
 
 

@@ -23,9 +23,12 @@ SCRUB_BYTES_PER_MS = 16 * MIB
 #: The longest that a function takes to an instruction boundary, and what else a step costs.
 QUIESCE_MS = int(LIMITS.tile_s * 1000)
 STEP_MS = 1
+#: A process that waits, warm, becomes a function in a tenth of a second; without one it takes more.
+START_MS = 100
 
 
 class Verb(StrEnum):
+    CREATE = "create"
     RESIZE = "resize"
     REVOKE = "revoke"
 
@@ -38,6 +41,7 @@ class Action(StrEnum):
     TRANSLATE = "translate"  # another segment table, another epoch
     NOTIFY = "notify"  # the guest is told: interrupt, registers
     RESUME = "resume"
+    START = "start"  # its process, with nothing in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +74,7 @@ class Plan:
 
     @property
     def quiesce(self) -> Sequence[str]:
-        return () if self.same else (self.function,)
+        return (self.function,) if not self.same and self.before.cores else ()
 
     @property
     def same(self) -> bool:
@@ -135,6 +139,16 @@ def resize(
         )
     after = Placement(before.card, cores, ranges, before.queues, before.vector, own)
     return _plan(Verb.RESIZE, function, before, after, epoch)
+
+
+def create(after: Placement) -> Plan:
+    """A function that begins at ``after``, which :mod:`accelvisor.isolation.placing` found."""
+    text = _what("take", after.pairs(), after.memory_bytes)
+    steps = [
+        Step(Action.TAKE, f"{text} of {after.card}", STEP_MS),
+        Step(Action.START, "start its process, with memory that nobody had", START_MS),
+    ]
+    return Plan(Verb.CREATE, "", 1, NOTHING, after, (), 0, steps)
 
 
 def revoke(held: Mapping[str, Placement], function: str, epoch: int) -> Plan:

@@ -150,6 +150,21 @@ def test_a_function_that_ends_by_itself_leaves_a_record_too(harness: Harness) ->
     asyncio.run(scenario())
 
 
+def test_a_function_that_a_failed_move_brought_leaves_a_record(harness: Harness) -> None:
+    async def scenario() -> None:
+        async with harness.daemon() as daemon:
+            functions = daemon._functions
+            profile = next(item for item in functions.profiles if item.name == "small")
+            uuid = "6f9619ff-8b86-4d01-b42d-00c04fc964ff"
+            await functions.bring(uuid, profile)
+            await functions.drop(uuid, "the move failed")
+            found = await records(daemon, uuid)
+            assert [item["how"] for item in found] == ["new-process", "ended"]
+            assert found[-1]["ranges"] == [[0, 0, 64 << 20]]
+
+    asyncio.run(scenario())
+
+
 def test_records_of_a_start_are_signed_once_the_key_is_there(harness: Harness) -> None:
     """Functions are started again before the host's key is read."""
 

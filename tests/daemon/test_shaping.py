@@ -127,6 +127,34 @@ def test_a_dry_run_shows_the_plan_and_does_nothing(harness: Harness) -> None:
     assert seen == []
 
 
+def test_a_creation_can_be_planned_too(harness: Harness) -> None:
+    async def scenario() -> None:
+        async with harness.daemon():
+            await harness.create("mine")
+            plan = (await harness.call("PlanFunction", profile="medium"))["plan"]
+            assert plan["placement"] == [{"chip": 1, "cores": [0, 1, 2, 3]}]
+            assert (plan["verb"], plan["quiesce"], plan["scrub_bytes"]) == ("create", [], 0)
+            assert plan["steps"][0]["text"] == "take cores 1.0, 1.1, 1.2, 1.3 and 256 MiB of card0"
+            made = (await harness.call("CreateFunction", profile="medium"))["function"]
+            assert made["placement"] == plan["placement"]
+            with pytest.raises(AccelvisorError) as caught:
+                await harness.call("PlanFunction", profile="medium", card="card9")
+            assert caught.value.code == "card-not-found"
+
+    asyncio.run(scenario())
+
+
+def test_the_host_says_what_functions_can_have_of_it(harness: Harness) -> None:
+    async def scenario() -> None:
+        async with harness.daemon():
+            host = (await harness.call("GetHost"))["host"]
+            assert host["function_cpus"] == host["shared_cpus"] == sorted(os.sched_getaffinity(0))
+            assert 0 < host["memory_available"] <= host["memory_bytes"]
+            assert host["huge_pages_free"] <= host["huge_pages"]
+
+    asyncio.run(scenario())
+
+
 def test_the_size_that_it_has_is_no_change(harness: Harness) -> None:
     async def scenario() -> None:
         async with harness.daemon():

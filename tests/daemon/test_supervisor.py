@@ -95,11 +95,11 @@ def test_units_are_started_seen_and_stopped(systemctl: Path) -> None:
 
 
 def test_a_large_function_is_not_killed_by_the_units_ceiling(systemctl: Path) -> None:
-    """A profile may have 64 GiB, the unit file's MemoryMax= is 8 GiB."""
+    """A profile may have 64 GiB, the unit file's MemoryMax= is 2 GiB."""
 
     async def scenario() -> None:
         units = SystemdSupervisor([str(systemctl)])
-        for uuid, memory in (("small", 7 << 30), ("large", 20 << 30)):
+        for uuid, memory in (("small", 1 << 30), ("large", 20 << 30)):
             await units.start(uuid, memory)
             await units.stop(uuid)
 
