@@ -81,10 +81,15 @@ class Scrubs:
     # --- what was scrubbed ------------------------------------------------------------------------
 
     async def fresh(self, function: Function) -> None:
-        """The function has a new process, and with it new memory."""
+        """The function has a new process, and with it new memory. Where no record comes of that,
+        since its own VM was there first, whoever is to have it next has it scrubbed.
+        """
         files_of = self._functions.world.paths.function(function.uuid)
-        status = await function_link.call(files_of.holder_socket, "status")
-        await self._write(function, How.NEW, _evidence(status), function.memory_bytes)
+        try:
+            status = await function_link.call(files_of.holder_socket, "status")
+            await self._write(function, How.NEW, _evidence(status), function.memory_bytes)
+        except AccelvisorError as error:
+            LOG.warning("scrub record of function %s: %s", function.uuid, error.message)
 
     async def ended(self, function: Function) -> None:
         """Its process is gone, also one that only half came up."""

@@ -26,6 +26,8 @@ LOG = logging.getLogger(__name__)
 RUNNING = (State.READY, State.ATTACHED, State.RUNNING)
 #: Of a unit, and of any process, unless it is told otherwise.
 USUAL_WEIGHT = 100
+#: Functions that are told at once, each by a process of the supervisor's.
+TOGETHER = 4
 
 
 class Sharing:
@@ -35,6 +37,7 @@ class Sharing:
         self._functions = functions
         self._registry = functions.registry
         self._lock = asyncio.Lock()
+        self._turn = asyncio.Semaphore(TOGETHER)
         #: What each function was given last; of one that is not in it that is not known.
         self.given: dict[str, Share] = {}
         #: Called when that is done: what else is shared may have to be divided anew, too.
@@ -88,6 +91,10 @@ class Sharing:
         return self.given[uuid].borrowed if uuid in self.given else 0
 
     async def _give(self, uuid: str, share: Share) -> None:
+        async with self._turn:
+            await self._tell(uuid, share)
+
+    async def _tell(self, uuid: str, share: Share) -> None:
         paths = self._functions.world.paths.function(uuid)
         try:
             before = self.given.get(uuid)

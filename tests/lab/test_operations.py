@@ -512,5 +512,7 @@ def test_units_follow_the_policies_of_their_functions(host: LabHost) -> None:
     finally:
         for name in ("usual", "sure", "least"):
             host.run(["accelctl", "function", "delete", name], check=False)
+        left = host.run(["find", "/run/systemd/system.control", "-name", "accelvisor-function@*"])
+        assert left.stdout == "", "what was set of units that are no more"
         host.run(["rm", "/etc/accelvisor/conf.d/90-policies.toml"])
         host.run(["systemctl", "reload", "accelvisor"])
