@@ -12,11 +12,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from accelvisor.abi.registers import PAGE, WindowLayout
+from accelvisor.daemon import seals
 from accelvisor.daemon.functions import Functions
-from accelvisor.daemon.scrubs import Seal
+from accelvisor.daemon.seals import Seal
 from accelvisor.errors import (
     AccelvisorError,
     ConflictError,
@@ -24,8 +25,8 @@ from accelvisor.errors import (
     StateError,
     UsageError,
 )
-from accelvisor.frames import canonical, envelope
-from accelvisor.frames.envelope import HeldKey, SignatureError
+from accelvisor.frames import canonical
+from accelvisor.frames.envelope import SignatureError
 from accelvisor.isolation import placing, static
 from accelvisor.isolation.exhaustion import Slot
 from accelvisor.isolation.resources import Card, Profile
@@ -37,14 +38,13 @@ from accelvisor.isolation.sriov import (
     PhysicalFunction,
 )
 from accelvisor.isolation.static import Event, State, Table
-from accelvisor.limits import KIB, LIMITS, MIB
+from accelvisor.limits import LIMITS, MIB
 
 LOG = logging.getLogger(__name__)
 
 #: Of a signed partition table.
 TYPE = "application/vnd.accelvisor.partition"
 #: A table of 256 chips in 64 banks is some kilobytes.
-_TABLE_BYTES = 64 * KIB
 #: A window has at least this size, as those of the built-in profiles.
 _WINDOW_BYTES = 16 * MIB
 
@@ -141,7 +141,7 @@ class Cutting:
         if row.state is not State.ENABLED:
             raise not_static(card)
         try:
-            signed = self._verified(row.envelope or b"")
+            signed = seals.opened(self._seal, TYPE, row.envelope or b"")
         except (DataError, SignatureError) as error:
             raise _changed(card, f"its signature is not this host's: {error}") from error
         whose = (signed.get("host"), signed.get("card"), signed.get("number"))
@@ -180,7 +180,8 @@ class Cutting:
     def digest(self, card: str) -> str:
         """The digest that was signed, as the envelope has it; empty without one."""
         try:
-            return str(self._verified(self.row(card).envelope or b"").get("digest", ""))
+            signed = seals.opened(self._seal, TYPE, self.row(card).envelope or b"")
+            return str(signed.get("digest", ""))
         except (DataError, SignatureError):
             return ""
 
@@ -286,30 +287,14 @@ class Cutting:
     def _signed(self, table: Table) -> bytes:
         if self._seal is None:
             raise RuntimeError("a table cannot be signed yet")
-        payload = canonical.encode(
-            {
-                "host": self._host,
-                "card": table.card.name,
-                "number": table.number,
-                "digest": table.digest(),
-                "document": table.document(),
-            }
-        )
-        return envelope.sign(TYPE, payload, [self._seal.signer]).encode()
-
-    def _verified(self, data: bytes) -> Mapping[str, Any]:
-        """Raises DataError, SignatureError."""
-        sealed = envelope.decode(data, kind=TYPE, max_bytes=_TABLE_BYTES)
-        keys: dict[str, HeldKey] = {}
-        for signature in sealed.signatures:
-            found = self._seal.key(signature.key_id) if self._seal is not None else None
-            if found is not None:
-                keys[signature.key_id] = found
-        envelope.verify(sealed, keys, 1)
-        document = canonical.decode(sealed.payload, max_bytes=_TABLE_BYTES)
-        if not isinstance(document, dict):
-            raise DataError("a table is no map", code="document-invalid", where="card")
-        return document
+        document = {
+            "host": self._host,
+            "card": table.card.name,
+            "number": table.number,
+            "digest": table.digest(),
+            "document": table.document(),
+        }
+        return seals.signed(self._seal, TYPE, document)
 
 
 def profile(table: Table, index: int) -> Profile:

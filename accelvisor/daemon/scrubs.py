@@ -14,38 +14,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from accelvisor.daemon import files, function_link
+from accelvisor.daemon import files, function_link, seals
+from accelvisor.daemon.seals import Seal
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, DataError
-from accelvisor.frames import canonical, envelope
-from accelvisor.frames.envelope import HeldKey, SignatureError
-from accelvisor.frames.identity import Signer
+from accelvisor.frames.envelope import SignatureError
 from accelvisor.function.shape import Shape
 from accelvisor.isolation import scrub
 from accelvisor.isolation.resources import Placement
 from accelvisor.isolation.scrub import How, Record
 from accelvisor.isolation.segments import lay
-from accelvisor.limits import KIB, LIMITS
+from accelvisor.limits import LIMITS
 
 if TYPE_CHECKING:
     from accelvisor.daemon.functions import Functions
 
 LOG = logging.getLogger(__name__)
-
-#: 16 ranges, 256 cores and 64 queues are some kilobytes.
-_RECORD_BYTES = 64 * KIB
-
-
-class Seal(Protocol):
-    """The host's key: signs records, and knows which keys it had before."""
-
-    @property
-    def signer(self) -> Signer: ...
-
-    def key(self, key_id: str) -> HeldKey | None: ...
-
 
 class Scrubs:
     """One per daemon.
@@ -183,17 +169,7 @@ class Scrubs:
             DataError: it is no such record.
             SignatureError: its signature is not one of this host's.
         """
-        sealed = envelope.decode(data, kind=scrub.TYPE, max_bytes=_RECORD_BYTES)
-        keys: dict[str, HeldKey] = {}
-        for signature in sealed.signatures:
-            found = self._seal.key(signature.key_id) if self._seal is not None else None
-            if found is not None:
-                keys[signature.key_id] = found
-        envelope.verify(sealed, keys, 1)
-        document = canonical.decode(sealed.payload, max_bytes=_RECORD_BYTES)
-        if not isinstance(document, dict):
-            raise DataError("a scrub record is no map", code="document-invalid", where="scrub")
-        return document
+        return seals.opened(self._seal, scrub.TYPE, data)
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -215,9 +191,8 @@ class Scrubs:
     async def _keep(self, record: Record) -> None:
         if self._seal is None:
             raise RuntimeError("a record cannot be signed yet")
-        payload = canonical.encode(record.document())
-        sealed = envelope.sign(scrub.TYPE, payload, [self._seal.signer])
-        await self._registry.add_scrub(record.function, record.epoch, sealed.encode())
+        sealed = seals.signed(self._seal, scrub.TYPE, record.document())
+        await self._registry.add_scrub(record.function, record.epoch, sealed)
 
     def _failed(self, function: Function, why: str) -> ConflictError:
         return ConflictError(

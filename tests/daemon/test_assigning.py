@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,29 +20,16 @@ from accelvisor.limits import MIB
 
 from .harness import Harness
 from .test_cutting import attach, code, configure, cut, shown, vm
+from .victim import killed_at
 
-VICTIM = """
-import asyncio, os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from tests.daemon.harness import Harness
+WORK = """
 from tests.daemon.test_cutting import attach, cut, vm
-step, root = sys.argv[1], Path(sys.argv[2])
 
-def fault(name):
-    if name == step:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-async def main():
-    harness = Harness(root)
-    async with harness.daemon(fault=fault):
-        await cut(harness, 4)
-        vm(harness, "vm")
-        if step == "attached":
-            harness.domains.attach = lambda request: os.kill(os.getpid(), signal.SIGKILL)
-        await attach(harness, "vm")
-
-asyncio.run(main())
+await cut(harness, 4)
+vm(harness, "vm")
+if step == "attached":
+    harness.domains.attach = lambda request: os.kill(os.getpid(), signal.SIGKILL)
+await attach(harness, "vm")
 """
 
 
@@ -339,13 +321,7 @@ def test_only_for_a_card_that_it_named(harness: Harness) -> None:
 def test_a_daemon_killed_on_the_way_gives_the_partition_to_the_next(
     harness: Harness, step: str
 ) -> None:
-    script = VICTIM.format(tests=str(Path(__file__).parents[1]))
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", script, step, str(harness.paths.run.parent)],
-        env=environ, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    killed_at(step, harness.paths.run.parent, WORK)
 
     async def scenario() -> None:
         async with harness.daemon() as daemon:

@@ -5,55 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from accelvisor.daemon.functions import CREATE_STEPS, DELETE_STEPS
 
 from .harness import Harness
+from .victim import killed_at
 
-# A daemon in a process of its own that kills itself at a named step of a verb.
-VICTIM = """
-import asyncio, os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from tests.daemon.harness import Harness
-step, root = sys.argv[1], Path(sys.argv[2])
-
-def fault(name):
-    if name == step:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-async def main():
-    harness = Harness(root)
-    async with harness.daemon(fault=fault):
-        await harness.create("mine")
-        await harness.call("DeleteFunction", function="mine")
-
-asyncio.run(main())
+WORK = """
+    await harness.create("mine")
+    await harness.call("DeleteFunction", function="mine")
 """
-
-
-def killed_at(step: str, root: Path) -> None:
-    script = VICTIM.format(tests=str(Path(__file__).parents[1]))
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", script, step, str(root)],
-        env=environ,
-        capture_output=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == -signal.SIGKILL, (step, done.stderr.decode())
 
 
 @pytest.mark.parametrize("step", [*CREATE_STEPS, *DELETE_STEPS])
 def test_killed_daemon_leaves_before_or_after(harness: Harness, step: str) -> None:
-    killed_at(step, harness.paths.run.parent)
+    killed_at(step, harness.paths.run.parent, WORK)
 
     async def scenario() -> None:
         async with harness.daemon():
@@ -89,7 +57,7 @@ def test_every_named_step_is_passed(harness: Harness) -> None:
 
 def test_a_killed_daemon_finds_its_functions_again(harness: Harness) -> None:
     """The process of a function is not touched: pid and start time stay the same."""
-    killed_at("create:committed", harness.paths.run.parent)
+    killed_at("create:committed", harness.paths.run.parent, WORK)
     [uuid] = harness.processes()
     before = harness.paths.function(uuid).process.read_text()
 
@@ -128,7 +96,7 @@ def test_a_failing_rollback_is_finished_by_the_next_start(
 
 
 def test_the_journal_says_what_was_interrupted(harness: Harness) -> None:
-    killed_at("create:started", harness.paths.run.parent)
+    killed_at("create:started", harness.paths.run.parent, WORK)
 
     async def scenario() -> None:
         async with harness.daemon():

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,36 +19,12 @@ from accelvisor.isolation import static
 from accelvisor.limits import GIB
 
 from .harness import Harness
+from .victim import killed_at
 
-VICTIM = """
-import asyncio, os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from tests.daemon.harness import Harness
-step, root = sys.argv[1], Path(sys.argv[2])
-
-def fault(name):
-    if name == step:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-async def main():
-    harness = Harness(root)
-    async with harness.daemon(fault=fault):
-        await harness.call("SetCardFunctions", card="card0", number=4)
-        await harness.call("SetCardFunctions", card="card0", number=0)
-
-asyncio.run(main())
+WORK = """
+    await harness.call("SetCardFunctions", card="card0", number=4)
+    await harness.call("SetCardFunctions", card="card0", number=0)
 """
-
-
-def killed_at(step: str, root: Path) -> None:
-    script = VICTIM.format(tests=str(Path(__file__).parents[1]))
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", script, step, str(root)],
-        env=environ, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, (step, done.stderr.decode())
 
 
 async def cut(harness: Harness, number: int, card: str = "card0") -> dict[str, Any]:
@@ -93,7 +64,7 @@ def configure(harness: Harness, **changes: Any) -> None:
 def test_a_daemon_killed_at_any_step_leaves_enabled_or_disabled(
     harness: Harness, step: str
 ) -> None:
-    killed_at(step, harness.paths.run.parent)
+    killed_at(step, harness.paths.run.parent, WORK)
 
     async def scenario() -> None:
         async with harness.daemon() as daemon:

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,39 +17,18 @@ from accelvisor.isolation.resources import violations
 from accelvisor.limits import MIB
 
 from .harness import Harness
+from .victim import killed_at
 
-VICTIM = """
-import asyncio, os, signal, sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from tests.daemon.harness import Harness
-step, root, verb = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-
-def fault(name):
-    if name == step:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-async def main():
-    harness = Harness(root)
-    async with harness.daemon(fault=fault):
+WORK = {
+    "resize": """
         await harness.create("mine")
-        if verb == "resize":
-            await harness.call("ResizeFunction", function="mine", cores=3, memory_bytes=32 << 20)
-        else:
-            await harness.call("RevokeFunction", function="mine")
-
-asyncio.run(main())
-"""
-
-
-def killed_at(step: str, root: Path, verb: str) -> None:
-    script = VICTIM.format(tests=str(Path(__file__).parents[1]))
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "-c", script, step, str(root), verb],
-        env=environ, capture_output=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert done.returncode == -signal.SIGKILL, (step, done.stderr.decode())
+        await harness.call("ResizeFunction", function="mine", cores=3, memory_bytes=32 << 20)
+    """,
+    "revoke": """
+        await harness.create("mine")
+        await harness.call("RevokeFunction", function="mine")
+    """,
+}
 
 
 async def shape(harness: Harness, uuid: str) -> dict[str, Any]:
@@ -72,7 +47,7 @@ async def shape(harness: Harness, uuid: str) -> dict[str, Any]:
 def test_a_daemon_killed_at_any_step_leaves_before_or_after(
     harness: Harness, step: str, verb: str
 ) -> None:
-    killed_at(step, harness.paths.run.parent, verb)
+    killed_at(step, harness.paths.run.parent, WORK[verb])
     applied = CHANGE_STEPS.index(step) >= CHANGE_STEPS.index("change:applied")
     size = ((3, 32 * MIB) if verb == "resize" else (0, 0)) if applied else (1, 64 * MIB)
 
