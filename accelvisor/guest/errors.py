@@ -12,9 +12,9 @@
     │   ├── CommandTimeout     no completion within the deadline
     │   └── DeviceInTransition the device did not come back from a migration or reset in time
     ├── DeviceFault        the context was stopped; open a new one
+    │   └── DeviceRevoked  the host took the function's resources away: no command is carried out
     ├── DeviceReset        the function was reset: contexts, tensors and programs are gone
     ├── DeviceBroken       the function's process gave up: no command will complete
-    ├── DeviceRevoked      the host took the function's resources away: no command is carried out
     └── DeviceQuarantined  it faulted again and again: commands wait until the host has looked
 
 An error that stems from a completion carries its ``status`` (CommandStatus), and its code is
@@ -76,11 +76,10 @@ class DeviceBroken(HostError):  # noqa: N818
     code = "device-broken"
 
 
-class DeviceRevoked(HostError):  # noqa: N818
+class DeviceRevoked(DeviceFault):
     """The host took the function's cores and memory away: no command is carried out any more."""
 
     code = "device-revoked"
-    status: int = 0
 
 
 class DeviceQuarantined(HostError):  # noqa: N818

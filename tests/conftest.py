@@ -1,0 +1,14 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import gc
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays until the end: thousands of tests, and all modules. Who
+    counts descriptors collects garbage first (tests/descriptors.py), and would look through all of
+    it each time, for half a second.
+    """
+    gc.collect()
+    gc.freeze()
