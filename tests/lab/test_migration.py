@@ -17,6 +17,7 @@ import pytest
 
 from accelvisor.errors import DeadlineError
 from accelvisor.lab import LabHost, Laboratory
+from tests.amount import by_night
 from tests.lab.moving import MovingVm, Training, answers, peers, trust_each_other
 from tests.lab.user import accelctl
 
@@ -83,7 +84,7 @@ def vm(shared: tuple[MovingVm, Training]) -> Iterator[MovingVm]:
 def test_twenty_moves_in_the_middle_of_a_training(
     vm: MovingVm, shared: tuple[MovingVm, Training]
 ) -> None:
-    for turn in range(20):
+    for turn in range(by_night(20, 10)):  # twenty by night
         vm.move("--persistent", "--undefinesource")
         if turn % 5 == 0:
             shared[1].goes_on()

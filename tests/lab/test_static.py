@@ -12,8 +12,14 @@ from tests.lab.moving import MovingVm, trust_each_other
 from tests.lab.test_operator import Command, lines
 from tests.lab.user import accelctl, seen, selftest
 
-#: As libvirt is reached between hosts of a laboratory.
-URI = '[migration]\nlibvirt_uri = "qemu+tcp://{address}/system"\n'
+#: As libvirt is reached between hosts of a laboratory, and a card beside the one of all tests.
+CONFIGURED = """
+[migration]
+libvirt_uri = "qemu+tcp://{address}/system"
+[cards.card0]
+[cards.cut]
+memory = "1GiB"
+"""
 CONFIG = "/etc/accelvisor/conf.d/90-static.toml"
 
 
@@ -24,12 +30,12 @@ def hosts(lab: Laboratory) -> Iterator[tuple[LabHost, LabHost]]:
     one, other = lab.hosts[:2]
     trust_each_other(one, other)
     for host, number in ((one, 1), (other, 2)):
-        host.push(URI.encode(), CONFIG)
+        host.push(CONFIGURED.encode(), CONFIG)
         host.run(["systemctl", "restart", "accelvisor"])
-        accelctl(host, "card", "set", "card0", "--functions", str(number))
+        accelctl(host, "card", "set", "cut", "--functions", str(number))
     yield one, other
     for host in (one, other):
-        accelctl(host, "card", "set", "card0", "--functions", "0")
+        accelctl(host, "card", "set", "cut", "--functions", "0")
         host.run(["rm", CONFIG])
         host.run(["systemctl", "restart", "accelvisor"])
 
@@ -43,13 +49,13 @@ def vms(hosts: tuple[LabHost, LabHost]) -> Iterator[tuple[MovingVm, ...]]:
 
 
 def card(host: LabHost) -> dict[str, Any]:
-    return dict(accelctl(host, "card", "show", "card0")["card"])
+    return dict(accelctl(host, "card", "show", "cut")["card"])
 
 
 def holders(host: LabHost) -> list[str]:
     """Names of the domains that have a function of the card."""
     functions = accelctl(host, "function", "list")["functions"]
-    return [function["domain"] for function in functions]
+    return [function["domain"] for function in functions if function["card"] == "cut"]
 
 
 def test_each_vm_gets_one_in_order_here_or_elsewhere(
@@ -57,10 +63,10 @@ def test_each_vm_gets_one_in_order_here_or_elsewhere(
 ) -> None:
     here, there = hosts
     first, second, _ = vms
-    refused = accelctl(here, "card", "set", "card0", "--functions", "2", check=False)
+    refused = accelctl(here, "card", "set", "cut", "--functions", "2", check=False)
     assert refused["parameters"]["code"] == "card-enabled"
-    refused = accelctl(here, "function", "create", "small", check=False)
-    assert refused["parameters"]["code"] == "no-room"
+    refused = accelctl(here, "function", "create", "small", "--card", "cut", check=False)
+    assert refused["parameters"]["code"] == "card-enabled"
 
     said = here.run(["accelctl", "attach", "first", "--card", "any", "--persistent", "--json"])
     uuid = lines(said.stdout)[-1]["assigned"]["function"]
@@ -95,5 +101,5 @@ def test_each_vm_gets_one_in_order_here_or_elsewhere(
         host.run(["systemctl", "restart", "accelvisor"])
     assert [card(host) for host in hosts] == before
     assert [holders(host) for host in hosts] == [["third"], ["second"]]
-    shown = here.run(["accelctl", "card", "show", "card0", "--config-space"]).stdout
+    shown = here.run(["accelctl", "card", "show", "cut", "--config-space"]).stdout
     assert shown.count("\n") > 256, "4096 bytes, 16 in a line, for lspci -F"
