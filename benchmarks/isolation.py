@@ -198,10 +198,14 @@ def _shapes(host: EmbeddedHost, repeats: int) -> Iterator[Record]:
     made = host.create("noisy")
     gaps, memsets = [], []
     zeros = np.ones(192 * MIB, np.uint8)
+    ones = np.ones(192 * MIB, np.uint8)
     with _opened(host, made) as (fn, _):
         work = _command(fn)
         for _ in range(repeats):
-            fn.ones((48 * MIB,)).close()
+            # Filled from here: a program that did it would stay, above what it had filled.
+            filled = fn.empty((192 * MIB,), "uint8")
+            filled.copy_(ones)
+            filled.close()
             work()  # what was closed goes with the next commands
             _until(lambda: fn.info()["memory_used_bytes"] < 32 * MIB, work)
             gaps.append(_gap(host, made["uuid"], work, 64 * MIB))
