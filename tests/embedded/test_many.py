@@ -78,7 +78,8 @@ def held(host: EmbeddedHost) -> dict[str, int]:
         "private_kib": private,
         "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
         "threads": len(os.listdir(f"/proc/{pid}/task")),
-        "mounts": len(Path("/proc/self/mounts").read_text().splitlines()),
+        # Of this host's: others on this machine, a laboratory for one, mount and unmount too.
+        "mounts": Path(f"/proc/{pid}/mounts").read_text().count(str(host.directory)),
         "processes": _processes(str(host.run)),
         "files": sum(len(files) for _, _, files in os.walk(host.run)),
     }
