@@ -14,18 +14,15 @@ from dataclasses import replace
 
 from accelvisor.daemon import files, function_link
 from accelvisor.daemon.functions import Functions
-from accelvisor.daemon.lifecycle import Event, State, move
+from accelvisor.daemon.lifecycle import ALIVE, Event, move
 from accelvisor.daemon.paths import peer
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, UsageError
 
 LOG = logging.getLogger(__name__)
 
-#: In which a domain may start with its function. "running" is its own last run, whose end may not
-#: have been heard of yet.
 #: How long the last owner's QEMU may take to hang up before the function is scrubbed (seconds).
 GONE_S = 2.0
-_USABLE = (State.READY, State.ATTACHED, State.RUNNING)
 
 
 async def admit(functions: Functions, function: Function) -> None:
@@ -81,7 +78,7 @@ async def follow(functions: Functions, function: Function) -> None:
     """:func:`admit` where the owner is a fact that no failure here can change: then whom the
     function lets in is right again with the next owner or process, and until then it is reported.
     """
-    if function.state not in _USABLE:
+    if function.state not in ALIVE:
         return  # no process; the next one reads its specification
     try:
         if function.domain_uuid is None and (function.revoked or function.partition is not None):
@@ -159,7 +156,8 @@ def _require(function: Function, domain_uuid: str) -> None:
             where=f"function:{function.name}",
             hint=f"accelctl detach {function.uuid}",
         )
-    if function.state not in _USABLE:
+    # "running" is its own last run, whose end may not have been heard of yet.
+    if function.state not in ALIVE:
         reason = f": {function.reason}" if function.reason else ""
         raise ConflictError(
             f"function {function.uuid} is {function.state}{reason}",

@@ -19,7 +19,7 @@ from typing import Any
 from accelvisor.daemon import admission, function_link
 from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.functions import Functions
-from accelvisor.daemon.lifecycle import Event, State, move
+from accelvisor.daemon.lifecycle import ALIVE, Event, State, move
 from accelvisor.daemon.store import Function
 from accelvisor.errors import (
     AccelvisorError,
@@ -240,7 +240,7 @@ async def _settle(
     live = found is not None and found.state.active and uuid in found.live_functions
     stored = found is not None and uuid in found.persistent_functions
     unknown = found is not None and not found.functions_known
-    if unknown or function.state not in (State.READY, State.ATTACHED, State.RUNNING):
+    if unknown or function.state not in ALIVE:
         functions.registry.touch(function)
     elif found is not None and (live or stored):
         state = State.RUNNING if live else State.ATTACHED

@@ -32,6 +32,7 @@ from accelvisor.daemon.domains import DomainsLink
 from accelvisor.daemon.events import EventHub
 from accelvisor.daemon.functions import Functions, World
 from accelvisor.daemon.keeper import Keeper
+from accelvisor.daemon.lifecycle import ALIVE
 from accelvisor.daemon.moving import ledgers
 from accelvisor.daemon.moving.host import Around, MovingHost
 from accelvisor.daemon.notify import Notifier
@@ -41,7 +42,7 @@ from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.scrubs import Scrubs
 from accelvisor.daemon.service import AdminService, Identity
 from accelvisor.daemon.shaping import Shaping
-from accelvisor.daemon.sharing import RUNNING, Sharing
+from accelvisor.daemon.sharing import Sharing
 from accelvisor.daemon.store import Function, Store
 from accelvisor.daemon.supervisor import Supervisor, choose
 from accelvisor.errors import SystemFailure
@@ -139,11 +140,11 @@ class Daemon:
         supervisor = setup.supervisor or choose(setup.config.daemon.supervisor, setup.paths)
         world = World(setup.paths, supervisor, setup.clock, poll_s=setup.poll_s, fault=setup.fault)
         self._functions = Functions(registry, world, setup.config)
-        host = await registry.host_uuid(lambda: str(uuid.uuid4()))
-        self._scrubs = Scrubs(self._functions, host, _boot_id(), time.time_ns)
+        self._host = await registry.host_uuid(lambda: str(uuid.uuid4()))
+        self._scrubs = Scrubs(self._functions, self._host, _boot_id(), time.time_ns)
         self._shaping = Shaping(self._functions, self._scrubs)
         self._sharing = Sharing(self._functions)
-        self._cutting = Cutting(self._functions, host)
+        self._cutting = Cutting(self._functions, self._host)
         await self._cutting.load()
         await self._functions.place_all()
         self._keeper = Keeper(self._functions, _boot_id())
@@ -161,7 +162,7 @@ class Daemon:
         self._keeper.look = links.look
         undo.push_async_callback(links.stop)
         undo.push_async_callback(self._functions.settle, SETTLE_S)
-        self._moving = MovingHost(await self._around(registry, links))
+        self._moving = MovingHost(self._around(registry, links))
         await self._moving.start()
         undo.push_async_callback(self._moving.stop)
         self._assigning = Assigning(self._functions, self._cutting, links)
@@ -170,7 +171,7 @@ class Daemon:
         await self._scrubs.use(self._moving.keys)
         self._cutting.use(self._moving.keys, self._assigning)
         # Clients first: libvirt may be waiting in its hook, for us, with a domain's lock held.
-        await self._serve(registry, links, hub, listener)
+        await self._serve(links, hub, listener)
         links.start()
         self._functions.spares.start()
         undo.push_async_callback(self._functions.spares.stop)
@@ -183,16 +184,12 @@ class Daemon:
         setup.notifier.ready(f"{len(registry.all())} functions")
 
     async def _serve(
-        self,
-        registry: Registry,
-        links: DomainsLink[list[Function]],
-        hub: EventHub,
-        listener: socket.socket,
+        self, links: DomainsLink[list[Function]], hub: EventHub, listener: socket.socket
     ) -> None:
         setup = self._setup
         identity = Identity(
             name=setup.config.host.name or socket.gethostname(),
-            uuid=await registry.host_uuid(lambda: str(uuid.uuid4())),
+            uuid=self._host,
             boot_id=_boot_id(),
             started=setup.clock(),
             libvirt_uri=setup.config.libvirt.uri,
@@ -214,13 +211,12 @@ class Daemon:
         self._undo.push_async_callback(self._server.stop)
         await self._server.start(listener)
 
-    async def _around(self, registry: Registry, links: DomainsLink[list[Function]]) -> Around:
+    def _around(self, registry: Registry, links: DomainsLink[list[Function]]) -> Around:
         setup = self._setup
-        host = await registry.host_uuid(lambda: str(uuid.uuid4()))
         return Around(
             paths=setup.paths,
             config=setup.config,
-            host=uuid.UUID(host),
+            host=uuid.UUID(self._host),
             name=setup.config.host.name or socket.gethostname(),
             functions=self._functions,
             record=registry.record,
@@ -278,7 +274,7 @@ class Daemon:
         members = {
             item.uuid: Member(item.card, item.weight)
             for item in self._functions.registry.all()
-            if item.state in RUNNING and not item.revoked
+            if item.state in ALIVE and not item.revoked
         }
         return Shares(members, {card.name: card.host_port for card in self._functions.cards})
 

@@ -31,6 +31,10 @@ class State(StrEnum):
     DELETING = "deleting"
 
 
+#: In which it has a process that can be asked.
+ALIVE = (State.READY, State.ATTACHED, State.RUNNING)
+
+
 class Event(StrEnum):
     PROCESS_READY = "process-ready"  # it answers and says ready
     PROCESS_LOST = "process-lost"  # it ended, or gave up

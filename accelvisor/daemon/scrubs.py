@@ -16,16 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accelvisor.daemon import files, function_link, seals
+from accelvisor.daemon import files, function_link, seals, working
 from accelvisor.daemon.seals import Seal
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError, ConflictError, DataError
 from accelvisor.frames.envelope import SignatureError
-from accelvisor.function.shape import Shape
 from accelvisor.isolation import scrub
 from accelvisor.isolation.resources import Placement
 from accelvisor.isolation.scrub import How, Record
-from accelvisor.isolation.segments import lay
 from accelvisor.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -33,13 +31,13 @@ if TYPE_CHECKING:
 
 LOG = logging.getLogger(__name__)
 
+
 class Scrubs:
     """One per daemon.
 
     Args:
         host, boot: this host's UUID, and the boot it is in.
         clock_ns: since 1970.
-        connected: whether a QEMU is connected to a function, after waiting a moment for its end.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class Scrubs:
         """
         paths = self._functions.world.paths.function(function.uuid)
         epoch = await self._next_epoch(function)
-        shape = Shape(epoch, function.cores, lay(function.placement.ranges))
+        shape = working.shape(function.placement, epoch)
         made = await function_link.call(paths.holder_socket, "renew", shape.to_dict())
         if made.get("shape") != shape.to_dict():
             raise self._failed(function, "the holder has another shape than it was told")
@@ -116,11 +114,10 @@ class Scrubs:
         return clean
 
     async def _next_epoch(self, function: Function) -> int:
-        """Above what the row says and what the worker is at: a move made that grow."""
+        """Above what the row says and what the worker is at."""
         paths = self._functions.world.paths.function(function.uuid)
         try:
-            status = await function_link.call(paths.control_socket, "status")
-            return max(function.epoch, int(status.get("epoch", 0))) + 1
+            return await working.epoch(paths, function) + 1
         except (AccelvisorError, TypeError, ValueError):
             return function.epoch + 1  # it has no worker now: the next one begins where it is told
 

@@ -8,15 +8,14 @@ daemon that comes back asks it which one it has.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from accelvisor.daemon import files, function_link
+from accelvisor.daemon import files, function_link, working
 from accelvisor.daemon.functions import Functions
-from accelvisor.daemon.lifecycle import State
+from accelvisor.daemon.lifecycle import ALIVE, State
 from accelvisor.daemon.rows import Change
 from accelvisor.daemon.scrubs import Scrubs
 from accelvisor.daemon.store import Function
@@ -32,7 +31,6 @@ from accelvisor.function.shape import Shape
 from accelvisor.isolation import planner
 from accelvisor.isolation.planner import Plan, Verb, Wanted
 from accelvisor.isolation.resources import Placement, Range
-from accelvisor.isolation.segments import lay
 from accelvisor.limits import MIB
 
 LOG = logging.getLogger(__name__)
@@ -131,7 +129,7 @@ class Shaping:
         self._functions.require_free(function)
         if self._registry.change(uuid) is not None:
             function = await self.finish(function)
-        if function.state not in (State.READY, State.ATTACHED, State.RUNNING):
+        if function.state not in ALIVE:
             code, hint = "function-failed", "accelctl function reset restarts it"
             if function.state is not State.FAILED:
                 code, hint = "function-busy", "wait until that is done"
@@ -145,9 +143,7 @@ class Shaping:
         return function
 
     async def _epoch(self, function: Function) -> int:
-        paths = self._functions.world.paths.function(function.uuid)
-        status = await function_link.call(paths.control_socket, "status")
-        return max(function.epoch, int(status.get("epoch", 0)))
+        return await working.epoch(self._functions.world.paths.function(function.uuid), function)
 
     def _held(self) -> dict[str, Placement]:
         """By UUID, with what changes of others are about to have: it is not free either."""
@@ -173,7 +169,7 @@ class Shaping:
             memory = max(plan.after.memory_bytes, function.memory_bytes) + function.window_bytes
             await world.supervisor.allow(function.uuid, memory)
             world.fault("change:allowed")
-            wanted = shape_of(plan.after, plan.epoch).to_dict()
+            wanted = working.shape(plan.after, plan.epoch).to_dict()
             told = await function_link.call(
                 paths.control_socket, "reshape", wanted, deadline_s=APPLY_S
             )
@@ -182,8 +178,7 @@ class Shaping:
                 # Whatever it did: the journal stays until it can be asked.
                 await self._try_finish(function)
             else:
-                words = f"{function.name} keeps its size: {error.message}"
-                await self._registry.end_change(function, "function-unchanged", words)
+                await self._back(function, error.message)
             raise
         world.fault("change:applied")
         change = self._registry.change(function.uuid)
@@ -196,7 +191,7 @@ class Shaping:
         """
         world = self._functions.world
         paths = world.paths.function(function.uuid)
-        wanted = shape_of(change.after, change.epoch)
+        wanted = working.shape(change.after, change.epoch)
         await self._read_back(function, wanted)
         world.fault("change:read-back")
         placement = change.after
@@ -275,16 +270,10 @@ class Shaping:
         return self._registry.find(function.uuid)
 
     async def _try_finish(self, function: Function) -> None:
-        await asyncio.sleep(0)
         try:
             await self.finish(function)
         except AccelvisorError as error:
             LOG.warning("change of function %s: %s", function.uuid, error.message)
-
-
-def shape_of(placement: Placement, epoch: int) -> Shape:
-    """What the function's process is told of a placement."""
-    return Shape(epoch, placement.core_count, lay(placement.ranges))
 
 
 def _without(before: Placement, after: Placement) -> Placement:

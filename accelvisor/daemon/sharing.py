@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from accelvisor.daemon import function_link
 from accelvisor.daemon.functions import Functions
-from accelvisor.daemon.lifecycle import State
+from accelvisor.daemon.lifecycle import ALIVE
 from accelvisor.daemon.store import Function
 from accelvisor.errors import AccelvisorError
 from accelvisor.isolation import sharing
@@ -22,8 +22,6 @@ from accelvisor.isolation.resources import Policy
 from accelvisor.isolation.sharing import Member, Share
 
 LOG = logging.getLogger(__name__)
-#: States in which a function has a process.
-RUNNING = (State.READY, State.ATTACHED, State.RUNNING)
 #: Of a unit, and of any process, unless it is told otherwise.
 USUAL_WEIGHT = 100
 #: Functions that are told at once, each by a process of the supervisor's.
@@ -61,7 +59,7 @@ class Sharing:
             members = {
                 item.uuid: Member(item.placement, _policy(item), item.weight)
                 for item in self._registry.all()
-                if item.state in RUNNING and not item.revoked
+                if item.state in ALIVE and not item.revoked
             }
             wanted = sharing.divide(
                 members, functions.cards, self._registry.held(), functions.cpus

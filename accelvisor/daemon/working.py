@@ -1,4 +1,4 @@
-"""Whether a function's process does what it was told: come up, reset."""
+"""What a function's process is told and says, and whether it does it: come up, reset."""
 
 from __future__ import annotations
 
@@ -10,12 +10,30 @@ from accelvisor.daemon.paths import FunctionPaths
 from accelvisor.daemon.store import Function
 from accelvisor.daemon.supervisor import ProcessState
 from accelvisor.errors import SystemFailure
+from accelvisor.function.shape import Shape
+from accelvisor.isolation.resources import Placement
+from accelvisor.isolation.segments import lay
 
 if TYPE_CHECKING:
     from accelvisor.daemon.functions import World
 
 #: How often a process that does not come up is looked at (seconds).
 FAILED_S = 0.5
+
+
+def shape(placement: Placement, epoch: int) -> Shape:
+    """What it is told of a placement."""
+    return Shape(epoch, placement.core_count, lay(placement.ranges))
+
+
+async def epoch(paths: FunctionPaths, function: Function) -> int:
+    """Where it is: the row's, or what the process is at, since a move made that grow.
+
+    Raises:
+        what :func:`accelvisor.daemon.function_link.call` raises.
+    """
+    status = await function_link.call(paths.control_socket, "status")
+    return max(function.epoch, int(status.get("epoch", 0)))
 
 
 async def come_up(world: World, function: Function) -> None:

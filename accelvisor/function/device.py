@@ -80,7 +80,7 @@ class Device:
         self.shape = shapes.current(state.u8, spec)
         self.spec = spec = _sized(spec, self.shape)
         self.state = state
-        self._take_epoch(self.shape.epoch)
+        self._show_epoch(self.shape.epoch)
         state.u32[s.R_FREEZE] &= ~s.FREEZE_SHAPE  # whoever asked for it asks again
         self.descriptors = descriptors
         self.incoming: dict[int, int] = {}
@@ -224,14 +224,11 @@ class Device:
 
     def take_shape(self, shape: Shape) -> None:
         """The record in the state says so: have this size from here on. The engine is parked."""
-        self.shape = shape
-        self.spec = _sized(self.spec, shape)
-        self._take_epoch(shape.epoch)
+        self._become(shape)
         self.track.stop()  # a copy that has begun is of another size
         self.track.resize(shape.memory_bytes)
         self.memory.replace(self._map_memory(self.memory_fd), _table(shape))
         self.registers.reshape(self.spec)
-        self.queries.reshape(self.spec)
         self.pool.resize(max(1, shape.cores))
         self.frontend.revoked = shape.revoked
         self.reload()
@@ -240,12 +237,16 @@ class Device:
         """The same shape under a newer epoch: what was resolved before is resolved again."""
         shape = replace(self.shape, epoch=epoch)
         shapes.install(self.state.u8, shape)
+        self._become(shape)
+        self.memory.table = _table(shape)
+
+    def _become(self, shape: Shape) -> None:
         self.shape = shape
         self.spec = _sized(self.spec, shape)
         self.queries.reshape(self.spec)
-        self.memory.table = _table(shape)
+        self._show_epoch(shape.epoch)
 
-    def _take_epoch(self, epoch: int) -> None:
+    def _show_epoch(self, epoch: int) -> None:
         self.state.u32[s.R_EPOCH] = max(self.state.u32[s.R_EPOCH], epoch)
 
     def _map_memory(self, fd: int) -> mmap.mmap:
