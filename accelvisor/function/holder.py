@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import array
 import os
-import select
 import signal
 import socket
 import sys
@@ -28,6 +27,7 @@ from accelvisor.function import channel as ch
 from accelvisor.function import shape as shapes
 from accelvisor.function import zygote
 from accelvisor.function.doors import Doors
+from accelvisor.function.ending import end_of, kill
 from accelvisor.function.endpoints import listen, notify_ready, open_descriptors
 from accelvisor.function.files import NAMES, Files
 from accelvisor.function.giveup import Answerer
@@ -40,8 +40,6 @@ from accelvisor.function.watchdog import LOOK_S, Watchdog
 from accelvisor.limits import LIMITS
 
 _RETRY_S = 0.1
-#: A killed process is gone in milliseconds; a host in trouble may take longer.
-_END_S = 2.0
 
 
 class Holder:
@@ -141,8 +139,8 @@ class Holder:
         )  # fmt: skip
 
     def _end(self) -> None:
-        _kill(self._pid)
-        _kill(self._zygote_pid)
+        kill(self._pid)
+        kill(self._zygote_pid)
         self._doors.remove()
         for path in (self._spec.control_socket, self._spec.holder_socket):
             with suppress(OSError):
@@ -306,7 +304,7 @@ class Holder:
                 socket.send_fds(self._worker, [message], [self._connection.fileno()])
             except OSError:
                 # It is dead or takes no message: its successor is forked with the connection.
-                _kill(self._pid)
+                kill(self._pid)
 
     def _heard(self) -> None:
         """The client sent something after a quiet time: see to it that it is answered."""
@@ -325,7 +323,7 @@ class Holder:
         if stuck:
             print("the worker does not answer: killed", file=sys.stderr, flush=True)
             # Not SIGKILL: it is to blame for its end (blame.py). A stopped one has to go on to die.
-            _kill(self._pid or self._zygote_pid, signal.SIGABRT, signal.SIGCONT)
+            kill(self._pid or self._zygote_pid, signal.SIGABRT, signal.SIGCONT)
         self._loop.later(self._look, LOOK_S)
 
     def _disconnect(self) -> None:
@@ -358,7 +356,7 @@ class Holder:
                 self._from_worker()
                 pid = self._pid or pid
             if pid:
-                _end_of(pid)  # two may not use one connection
+                end_of(pid)  # two may not use one connection
         if self._connection is not None:
             self._loop.forget(self._connection.fileno())
             self._take_over()
@@ -389,12 +387,12 @@ class Holder:
                 hint="stop the VM first",
             )  # fmt: skip
         self._remember(parameters)
+        if self._pid:
+            end_of(self._pid)  # before its link goes, or it may have ended and its number with it
         link, self._worker = self._worker, None
         if link is not None:
             self._loop.forget(link.fileno())
             link.close()
-        if self._pid:
-            _end_of(self._pid)
         self._pid = self._worker_pid = 0
         self._died_at, self._number = 0.0, 0
         for slot in list(self._kept):
@@ -468,7 +466,7 @@ class Holder:
         pid = self._worker_pid
         if not pid:
             raise ConflictError("there is no worker now", code="no-worker", where="holder")
-        _kill(pid)
+        kill(pid)
         return {"worker_pid": pid}
 
     def _asked_to_give_up(self, *_: object) -> dict[str, Any]:
@@ -498,24 +496,3 @@ def _receive(link: socket.socket) -> tuple[bytes, list[int]] | None:
         except ConnectionResetError:
             continue
     return b"", []
-
-
-def _kill(pid: int, *numbers: int) -> None:
-    with suppress(ProcessLookupError):
-        for number in (numbers or (signal.SIGKILL,)) if pid else ():
-            os.kill(pid, number)
-
-
-def _end_of(pid: int) -> None:
-    """Kill a process that is no child, and wait until it is gone."""
-    try:
-        process = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-        ended = select.poll()
-        ended.register(process, select.POLLIN)
-        ended.poll(_END_S * 1000)
-    finally:
-        os.close(process)

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from accelvisor.errors import AccelvisorError, UsageError
+from accelvisor.errors import AccelvisorError, SystemFailure, UsageError
 
 _CLIENTS = 16
 REQUEST_BYTES = 64 * 1024
@@ -155,5 +155,8 @@ class Requests:
                 return None, []
             answer = found if isinstance(found, Answer) else Answer(found, [])
             return {"parameters": answer.parameters}, answer.fds
+        except OSError as error:
+            # Not the client's socket, so it has to hear of it.
+            return {"error": SystemFailure(str(error), where="holder").to_dict()}, []
         except AccelvisorError as error:
             return {"error": error.to_dict()}, []
