@@ -297,6 +297,10 @@ class Harness:
             raise LookupError(f"no process of {uuid}")
         process.signal(signal.SIGKILL)
 
+    def gone(self, uuid: str) -> bool:
+        """Whether it has ended altogether: its command line goes a moment before."""
+        return from_record(self.paths.function(uuid).process) is None
+
     def processes(self) -> set[str]:
         """UUIDs of the fake processes of this harness that run, by looking at the machine."""
         found = set()

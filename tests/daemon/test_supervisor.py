@@ -133,7 +133,7 @@ def test_detached_processes_are_started_seen_and_stopped(harness: Harness) -> No
         assert await processes.state(uuid) is ProcessState.RUNNING
         assert list(await processes.list()) == [uuid]
         harness.kill(uuid)
-        wait_until(lambda: not harness.processes())
+        wait_until(lambda: not harness.processes() and harness.gone(uuid))
         assert await processes.state(uuid) is ProcessState.FAILED
         assert await processes.pid(uuid) is None
         await processes.stop(uuid)
