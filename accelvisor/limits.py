@@ -52,6 +52,25 @@ class Limits:
     program_instructions: int = 4096
     # Operands of one program; each is a row of the table that a submission binds.
     program_slots: int = 1024
+    # Chips of one function: each has two queues, whose progress is a record of the function's state.
+    chips: int = 16
+    # Entries of all queues of one graph: it is checked in one go, as a program is.
+    graph_entries: int = 16_384
+    # Arguments of all nodes of one graph together.
+    graph_bindings: int = 65_536
+    # One for each queue is enough; a counter for each dependency is what people write by hand.
+    graph_events: int = 16_384
+    # A graph of these, with its bindings.
+    graph_bytes: int = 2 * MIB
+    # Synchronising commands of one queue that others wait for at a time.
+    waiting_queues: int = 16
+    # Commands that wait for one of them.
+    waiting_commands: int = 64
+    # The last synchronising commands of a queue that are remembered as complete.
+    completed_ids: int = 256
+    # Commands of one function that are not ordered, from the ring to their completion; a queue's
+    # share is this by the number of queues.
+    commands: int = 1024
     # Segments of one scatter list: 4096 pages of 4 KiB are 16 MiB a command without contiguity.
     scatter_segments: int = 65_536
     # The longest answer, the description of all instructions, with room to grow.

@@ -23,15 +23,23 @@ class Opcode(IntEnum):
     TENSOR_DESTROY = 0x11
     PROGRAM_LOAD = 0x12
     PROGRAM_UNLOAD = 0x13
+    GRAPH_LOAD = 0x14
+    GRAPH_UNLOAD = 0x15
     COPY_IN = 0x20
     COPY_OUT = 0x21
     LAUNCH = 0x30
+    GRAPH_LAUNCH = 0x31
     FENCE = 0x40
     QUERY = 0x50
 
 
 class Flag(IntFlag):
     INTERRUPT = 1 << 0  # raise Interrupt.COMPLETION when this command completes
+    # Without one of the following a command is *ordered*: it begins when all earlier ones of its
+    # queue are complete, and no later one begins before it is.
+    PLAIN = 1 << 1  # depends on nothing
+    SYNC = 1 << 2  # as PLAIN, and later commands may depend on it
+    CONDITIONAL = 1 << 3  # depends on one SYNC; with SYNC others may depend on it in turn
 
 
 class Space(IntEnum):
@@ -53,6 +61,8 @@ class Query(IntEnum):
     STATISTICS = 2  # JSON: counters
     FAULT = 3  # JSON: the context's last refusal or fault, with text
     OBJECTS = 4  # JSON: the context's tensors and programs
+    TRACE = 5  # JSON: which of the context's programs ran on which queue, and when
+    FABRIC = 6  # JSON: the function's chips and links
 
 
 class Header(NamedTuple):
@@ -98,6 +108,12 @@ COPY = struct.Struct("<QQ24s")  # handle, byte offset in the tensor, MEMORY
 LOAD = struct.Struct("<24s")  # MEMORY of the program's bytes
 LAUNCH = struct.Struct("<QII24s")  # program, repeat, bindings, MEMORY of a BINDING list
 QUERY = struct.Struct("<HHI24s")  # what, -, -, MEMORY to write the answer to
+GRAPH_LAUNCH = struct.Struct("<QI")  # graph, repeat
+#: The last 16 bytes of an entry that is not ordered: chip (ANY_CHIP: whichever is free), the id
+#: that a SYNC has, the id that a CONDITIONAL depends on. Zero where an entry is ordered.
+SCHEDULE = struct.Struct("<BxHIII")  # chip, -, id, depends, -
+SCHEDULE_AT = 48
+ANY_CHIP = 0xFF
 
 
 def _entry(opcode: Opcode, cookie: int, operands: bytes, flags: int) -> bytes:
@@ -161,6 +177,33 @@ def launch(
     """
     operands = LAUNCH.pack(program, repeat, bindings, memory(source))
     return _entry(Opcode.LAUNCH, cookie, operands, flags)
+
+
+def graph_load(cookie: int, source: Memory, flags: int = 0) -> bytes:
+    """Upload a graph (graphs.py); the completion's value is its handle."""
+    return _entry(Opcode.GRAPH_LOAD, cookie, LOAD.pack(memory(source)), flags)
+
+
+def graph_unload(cookie: int, handle: int, flags: int = 0) -> bytes:
+    return _entry(Opcode.GRAPH_UNLOAD, cookie, HANDLE.pack(handle), flags)
+
+
+def graph_launch(cookie: int, graph: int, repeat: int = 1, flags: int = 0) -> bytes:
+    """Run a graph ``repeat`` times, one after the other."""
+    return _entry(Opcode.GRAPH_LAUNCH, cookie, GRAPH_LAUNCH.pack(graph, repeat), flags)
+
+
+def scheduled(entry: bytes, flags: Flag, chip: int = ANY_CHIP, own: int = 0, on: int = 0) -> bytes:
+    """``entry`` as a command that is not ordered.
+
+    Args:
+        flags: PLAIN, SYNC, CONDITIONAL, or SYNC and CONDITIONAL.
+        own: of a SYNC: the id by which others name it, from 1 on; not one that is still running.
+        on: of a CONDITIONAL: the id of what it depends on.
+    """
+    opcode, before, cookie = HEADER.unpack_from(entry)
+    head = HEADER.pack(opcode, before | flags, cookie)
+    return head + entry[HEADER.size : SCHEDULE_AT] + SCHEDULE.pack(chip, 0, own, on, 0)
 
 
 def fence(cookie: int, flags: int = 0) -> bytes:

@@ -25,6 +25,8 @@ class CommandStatus(IntEnum):
     BUFFER_TOO_SMALL = 0x00B
     IN_USE = 0x00C
     LIMIT = 0x00D
+    BAD_DEPENDENCY = 0x00E  # depends on a command that is neither running nor known as complete
+    LINK_DOWN = 0x00F  # a transfer over a link that is not up, or not the function's
     # faults: the context stops
     BAD_ADDRESS = 0x100  # DMA outside the map or the window
     BUS_MASTER_OFF = 0x101
@@ -32,7 +34,7 @@ class CommandStatus(IntEnum):
     NUMERIC = 0x103
     DEVICE_ERROR = 0x104  # a bug of the device: reported, never hidden
     CONTEXT_STOPPED = 0x105
-    ABORTED = 0x106  # reset, or the queue was disabled
+    ABORTED = 0x106  # reset, the queue was disabled, or what it depended on failed
     REVOKED = 0x107  # the function's part of the card was taken away
 
     @property
