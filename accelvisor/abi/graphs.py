@@ -2,8 +2,8 @@
 
     header    32 B  magic "XGRF" | version u16 | chips u16 | queues u32 | entries u32 | nodes u32
                     | bindings u32 | 8 B zero
-    queues     8 B  chip u16 | type u8 | 0 | entries u32         in order of (chip, type), each once
-    entries    8 B  kind u8 | 0 | event u16 | value u32          those of the first queue, then the next
+    queues     8 B  chip u16 | type u8 | 0 | entries u32      in order of (chip, type), each once
+    entries    8 B  kind u8 | 0 | event u16 | value u32       those of the first queue come first
     nodes     16 B  program u64 | first binding u32 | bindings u32
     bindings  16 B  BINDING records (commands.py)
 
@@ -90,7 +90,7 @@ def encode(graph: Graph) -> bytes:
         _HEADER.pack(
             MAGIC, VERSION, graph.chips, len(queues), len(entries), len(graph.nodes),
             len(bindings), bytes(8),
-        )  # fmt: skip
+        )
     ]
     parts += [_QUEUE.pack(chip, kind, 0, len(row)) for (chip, kind), row in queues]
     parts += [_ENTRY.pack(entry.kind, 0, entry.event, entry.value) for entry in entries]
@@ -145,7 +145,7 @@ def order(graph: Graph) -> list[int]:
         ProgramError: there is none; the message names the queues that wait.
     """
     counters: dict[int, int] = {}
-    at = {key: 0 for key in graph.queues}
+    at = dict.fromkeys(graph.queues, 0)
     found: list[int] = []
     moved = True
     while moved:
