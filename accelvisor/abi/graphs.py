@@ -127,7 +127,7 @@ def decode(data: bytes) -> Graph:
     heads = list(_QUEUE.iter_unpack(data[at : at + sizes[0]]))
     at += sizes[0]
     rows = [
-        _entry(n, *row, nodes) for n, row in enumerate(_ENTRY.iter_unpack(data[at : at + sizes[1]]))
+        _entry(n, row, nodes) for n, row in enumerate(_ENTRY.iter_unpack(data[at : at + sizes[1]]))
     ]
     at += sizes[1]
     cells = list(_NODE.iter_unpack(data[at : at + sizes[2]]))
@@ -172,7 +172,8 @@ def order(graph: Graph) -> list[int]:
     return found
 
 
-def _entry(index: int, kind: int, pad: int, event: int, value: int, nodes: int) -> Entry:
+def _entry(index: int, row: Sequence[int], nodes: int) -> Entry:
+    kind, pad, event, value = row
     where = f"entry {index}"
     if kind > Kind.WAIT or pad:
         raise _bad(where, f"unknown kind {kind} or reserved bits")
