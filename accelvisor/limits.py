@@ -54,6 +54,8 @@ class Limits:
     program_slots: int = 1024
     # Chips of one function: each has two queues, whose progress is a record of the function's state.
     chips: int = 16
+    # Links of one function: each of its chips has four ports at most, and one way may have some hops.
+    function_links: int = 256
     # Entries of all queues of one graph: it is checked in one go, as a program is.
     graph_entries: int = 16_384
     # Arguments of all nodes of one graph together.

@@ -11,10 +11,12 @@ import os
 import re
 import uuid as uuid_module
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from accelvisor.abi.registers import PAGE, WindowLayout
 from accelvisor.errors import ConfigError
+from accelvisor.function import fabric_spec
+from accelvisor.function.fabric_spec import FabricSpec
 from accelvisor.isolation.segments import Segment, checked
 from accelvisor.limits import KIB, LIMITS
 
@@ -23,7 +25,9 @@ _SOCKET_PATH_BYTES = 107
 #: How libvirt calls the AppArmor profile of a domain, and we the socket of that domain's QEMU.
 PEER = re.compile("libvirt-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _ABSENT: Mapping[str, Callable[[], int]] = {"keeper": os.geteuid, "epoch": lambda: 1}
-_OPTIONAL = ("socket_group", "peer", "keeper", "epoch", "segments")
+_OPTIONAL = ("socket_group", "peer", "keeper", "epoch")
+#: Those that are no plain text or number, and have a check of their own.
+_STRUCTURED = ("segments", "fabric")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +35,8 @@ class Spec:
     """One function. Sizes in bytes; ``socket_group`` is QEMU's group, empty for none; ``peer`` is
     the profile of the VM whose QEMU may connect (:mod:`accelvisor.function.doors`), empty for none;
     ``keeper`` is the user that, beside root, may ask things on holder.sock and control.sock.
-    ``epoch`` and ``segments`` are what it begins with (:mod:`accelvisor.function.shape`).
+    ``epoch`` and ``segments`` are what it begins with (:mod:`accelvisor.function.shape`); ``fabric``
+    has its ``chips`` chips and their links (:mod:`accelvisor.function.fabric_spec`).
     """
 
     uuid: str
@@ -50,6 +55,11 @@ class Spec:
     keeper: int = 0
     epoch: int = 1
     segments: tuple[Segment, ...] = ()
+    fabric: FabricSpec = field(default_factory=FabricSpec)
+
+    def __post_init__(self) -> None:
+        if not self.fabric.chips:
+            object.__setattr__(self, "fabric", fabric_spec.plain(self.chips, self.cores))
 
     @property
     def layout(self) -> WindowLayout:
@@ -80,7 +90,7 @@ def parse(fields: object, *, where: str = "spec") -> Spec:
         raise _bad(where, f"unknown field {unknown[0]!r}")
     values: dict[str, int | str] = {}
     for name, declared in known.items():
-        if name == "segments":
+        if name in _STRUCTURED:
             continue
         if name not in fields and name not in _OPTIONAL:
             raise _bad(where, f"field {name!r} is missing")
@@ -91,7 +101,13 @@ def parse(fields: object, *, where: str = "spec") -> Spec:
         values[name] = value
     _check(values, where)
     segments = _segments(fields.get("segments"), values, where)
-    return Spec(**values, segments=segments)  # type: ignore[arg-type]
+    fabric = FabricSpec()
+    if "fabric" in fields:
+        chips, cores = int(values["chips"]), int(values["cores"])
+        fabric = fabric_spec.parse(
+            fields["fabric"], chips, cores, lambda text: _bad(where, text)
+        )
+    return Spec(**values, segments=segments, fabric=fabric)  # type: ignore[arg-type]
 
 
 def read(path: str) -> object:

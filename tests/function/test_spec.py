@@ -85,3 +85,54 @@ def test_what_not_every_function_has_may_be_left_out(tmp_path: Path, field: str)
     some = fields(tmp_path)
     del some[field]
     assert getattr(parse(json.loads(json.dumps(some))), field) == ""
+
+
+def with_fabric(tmp_path: Path, **changed: Any) -> dict[str, Any]:
+    """Two chips of two boards, and the cable between them."""
+    fabric = {"chips": [[0, 3, 1], [1, 4, 1]], "links": [[9, 0, 1, "inter-card"]]}
+    return {**fields(tmp_path), "chips": 2, "fabric": {**fabric, **changed}}
+
+
+def test_chips_and_links_are_told_in_the_functions_own_numbers(tmp_path: Path) -> None:
+    spec = parse(with_fabric(tmp_path))
+    assert [(chip.board, chip.number, chip.cores) for chip in spec.fabric.chips] == [
+        (0, 3, 1), (1, 4, 1),
+    ]  # fmt: skip
+    (link,) = spec.fabric.links
+    assert (link.number, link.one, link.other, link.kind) == (9, 0, 1, "inter-card")
+    assert parse(json.loads(spec.to_json())) == spec
+
+
+def test_a_specification_that_does_not_say_has_chips_without_links(tmp_path: Path) -> None:
+    old = {name: value for name, value in fields(tmp_path).items() if name != "fabric"}
+    fabric = parse({**old, "cores": 5, "chips": 2}).fabric
+    assert [(chip.number, chip.cores) for chip in fabric.chips] == [(0, 3), (1, 2)]
+    assert fabric.links == ()
+    revoked = {**old, "cores": 0, "memory_bytes": 0, "chips": 2, "segments": []}
+    assert [chip.cores for chip in parse(revoked).fabric.chips] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"chips": [[0, 0, 2]]}, "are not the function's"),
+        ({"chips": [[0, 0, 2], [0, 1, 1]]}, "are not the function's"),
+        ({"chips": [[0, 3, 1], [1, 3, 1]]}, "a chip is there twice"),
+        ({"chips": [[0, 3, 2], [1, 4, -0.0]]}, "is not [int, int, int]"),
+        ({"chips": [[-1, 3, 1], [1, 4, 1]]}, "out of range"),
+        ({"chips": 7}, "are lists"),
+        ({"links": [[9, 0, 1, "optical"]]}, "kind 'optical'"),
+        ({"links": [[-1, 0, 1, "inter-chip"]]}, "impossible number"),
+        ({"links": [[9, 0, 2, "inter-chip"]]}, "joins 0 and 2"),
+        ({"links": [[9, 1, 1, "inter-chip"]]}, "joins 1 and 1"),
+        ({"links": [[9, 0, 1, "inter-chip"], [9, 1, 0, "inter-chip"]]}, "a link is there twice"),
+        ({"links": [[9, True, 1, "inter-chip"]]}, "is not [int"),
+        ({"links": [[n, 0, 1, "inter-chip"] for n in range(300)]}, "at most 256"),
+        ({"rings": []}, "an object of chips and links"),
+    ],
+)
+def test_a_wrong_fabric_is_refused(tmp_path: Path, changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(with_fabric(tmp_path, **changed))
+    assert "'fabric'" in caught.value.message
+    assert words in caught.value.message
