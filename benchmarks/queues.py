@@ -66,14 +66,14 @@ def _waits() -> Record:
 
 
 def _building(rounds: int) -> Record:
-    ops = backpropagation(100, 16, COMPUTE, COMPUTE)
+    ops = backpropagation(80, 8, COMPUTE, COMPUTE)
     taken = []
     for _ in range(rounds):
         started = time.perf_counter()
         build(ops)
         taken.append((time.perf_counter() - started) * 1e3)
     return compare(
-        GROUP, f"build queues of {len(ops)} operations on 16 units", Sample(tuple(taken)), "ms",
+        GROUP, f"build queues of {len(ops)} operations on 8 units", Sample(tuple(taken)), "ms",
         threads=1, note="wall time, once for each graph",
     )  # fmt: skip
 

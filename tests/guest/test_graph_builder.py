@@ -186,9 +186,11 @@ def test_ties_go_to_the_lowest_id() -> None:
 
 def test_a_circle_is_refused_with_its_names() -> None:
     ops = [Op(1, 0, C, 1, (7,)), Op(5, 0, T, 1, (1,)), Op(7, 1, C, 1, (5,)), Op(9, 0, C, 1, (7,))]
-    with pytest.raises(ProgramError, match=r"circle: (1 -> 5 -> 7 -> 1|5 -> 7 -> 1 -> 5|7 -> 1 -> 5 -> 7)") as e:
+    with pytest.raises(ProgramError) as e:
         build(ops)
     assert e.value.code == "graph-cycle"
+    path = [int(word) for word in e.value.message.split(": ")[1].split(" -> ")]
+    assert path in ([1, 5, 7, 1], [5, 7, 1, 5], [7, 1, 5, 7])
 
 
 @pytest.mark.parametrize(
