@@ -56,6 +56,8 @@ class Limits:
     chips: int = 16
     # Links of one function: each of its chips has four ports at most, and one way may have some hops.
     function_links: int = 256
+    # Steps of a search for a ring of free links on a card: some tens of milliseconds.
+    ring_steps: int = 20_000
     # Entries of all queues of one graph: it is checked in one go, as a program is.
     graph_entries: int = 16_384
     # Arguments of all nodes of one graph together.

@@ -11,51 +11,35 @@ import difflib
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
-from accelvisor.abi.registers import PAGE, WindowLayout
+from accelvisor.abi.registers import PAGE
 from accelvisor.daemon import toml_lines
+from accelvisor.daemon.card_config import (
+    BUILTIN_CARDS,
+    BUILTIN_PROFILES,
+    CardConfig,
+    ProfileConfig,
+    Section,
+    Size,
+    check_grid,
+    check_profile,
+)
 from accelvisor.errors import ConfigError
-from accelvisor.isolation import placing
-from accelvisor.isolation.resources import Card, Policy, Profile
-from accelvisor.limits import GIB, KIB, LIMITS, MIB
+from accelvisor.limits import LIMITS, MIB
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
-_SIZE = re.compile(r"^\s*(\d+)\s*(B|KiB|MiB|GiB)?\s*$")
 #: What Linux can be built for.
 MOST_CPUS = 8192
-_UNITS = {None: 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 Name = Annotated[str, msgspec.Meta(pattern=NAME)]
 GroupName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
 
 
-class Size(int):
-    """Bytes. In TOML a whole number of bytes, or a string such as ``"64MiB"``."""
-
-    @classmethod
-    def parse(cls, value: object) -> Size:
-        if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f'expected a size such as "64MiB", got `{type(value).__name__}`')
-        if isinstance(value, int):
-            if value < 0:
-                raise ValueError("a size cannot be negative")
-            return cls(value)
-        match = _SIZE.match(value)
-        if match is None:
-            raise ValueError(f'"{value}" is not a size: write "64MiB" (B, KiB, MiB, GiB)')
-        return cls(int(match[1]) * _UNITS[match[2]])
-
-
-class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    pass
-
-
-class HostConfig(_Section, frozen=True):
+class HostConfig(Section, frozen=True):
     """``[host]``."""
 
     name: Annotated[str, msgspec.Meta(max_length=64)] = ""  # empty: the machine's host name
@@ -63,7 +47,7 @@ class HostConfig(_Section, frozen=True):
     cpus: Annotated[str, msgspec.Meta(pattern=r"^[0-9,-]*$", max_length=1024)] = ""
 
 
-class DaemonConfig(_Section, frozen=True):
+class DaemonConfig(Section, frozen=True):
     """``[daemon]``."""
 
     supervisor: Literal["auto", "systemd", "subprocess"] = "auto"
@@ -74,7 +58,7 @@ class DaemonConfig(_Section, frozen=True):
     spares: Annotated[int, msgspec.Meta(ge=0, le=16)] = 1
 
 
-class AdminConfig(_Section, frozen=True):
+class AdminConfig(Section, frozen=True):
     """``[admin]``: who may connect to the admin socket, and which groups may do what."""
 
     # Who may connect at all. Empty: everybody; what they may do is decided for each call.
@@ -84,13 +68,13 @@ class AdminConfig(_Section, frozen=True):
     admin: tuple[GroupName, ...] = ("accelvisor-admin",)
 
 
-class LibvirtConfig(_Section, frozen=True):
+class LibvirtConfig(Section, frozen=True):
     """``[libvirt]``."""
 
     uri: str = "qemu:///system"  # empty: no libvirt on this host
 
 
-class MigrationConfig(_Section, frozen=True):
+class MigrationConfig(Section, frozen=True):
     """``[migration]``: moving functions between hosts that trust each other."""
 
     # Where other hosts reach this one. Empty: nobody can, and nothing moves away or comes.
@@ -113,7 +97,7 @@ class MigrationConfig(_Section, frozen=True):
     ] = "qemu+tls://{address}/system"
 
 
-class CheckpointConfig(_Section, frozen=True):
+class CheckpointConfig(Section, frozen=True):
     """``[checkpoints]``: checkpoints at rest, and when one is taken by itself."""
 
     # How many of those that nobody pinned are kept of a function.
@@ -127,7 +111,7 @@ class CheckpointConfig(_Section, frozen=True):
     restarts: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class LedgerConfig(_Section, frozen=True):
+class LedgerConfig(Section, frozen=True):
     """``[ledger]``: who owns which function. All hosts of a fleet must say the same here."""
 
     # local: each host's own file; the source of a move decides about it. etcd: one that all share.
@@ -140,49 +124,7 @@ class LedgerConfig(_Section, frozen=True):
     key: str = ""
 
 
-class CardConfig(_Section, frozen=True):
-    """``[cards.NAME]``: one emulated card."""
-
-    chips: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
-    cores_per_chip: Annotated[int, msgspec.Meta(ge=1, le=256)] = 4
-    memory: Size = Size(4 * GIB)
-    # Equal parts of the memory; a function has its memory in one of them if it can.
-    banks: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
-    # Pairs of rings for all functions together. 0: 16 for each core.
-    queues: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
-    # The most functions that it can be cut into (SR-IOV's TotalVFs). 0: one for each core.
-    functions: Annotated[int, msgspec.Meta(ge=0, le=LIMITS.functions)] = 0
-    # Bytes a second of DMA for all functions together, shared by weight. 0: as many as there are.
-    host_port: Size = Size(0)
-
-
-class ProfileConfig(_Section, frozen=True):
-    """``[profiles.NAME]``: one size of function."""
-
-    cores: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
-    chips: Annotated[int, msgspec.Meta(ge=1, le=256)] = 1
-    memory: Size = Size(64 * MIB)
-    window: Size = Size(16 * MIB)
-    queues: Annotated[int, msgspec.Meta(ge=1, le=LIMITS.queues)] = 8
-    ring_entries: Annotated[int, msgspec.Meta(ge=2, le=LIMITS.ring_entries)] = LIMITS.ring_entries
-    # guaranteed: host CPUs of its own. burstable: its share, and cores that nobody holds.
-    # best-effort: what the others leave.
-    policy: Policy = Policy.BURSTABLE
-    # Its share of what functions have in common: host CPUs, the card's host port, links.
-    weight: Annotated[int, msgspec.Meta(ge=1, le=1000)] = 100
-
-
-BUILTIN_CARDS: Mapping[str, CardConfig] = {"card0": CardConfig()}
-BUILTIN_PROFILES: Mapping[str, ProfileConfig] = {
-    "small": ProfileConfig(),
-    "medium": ProfileConfig(
-        cores=4, chips=1, memory=Size(256 * MIB), window=Size(32 * MIB), queues=16
-    ),
-    "large": ProfileConfig(cores=8, chips=2, memory=Size(GIB), window=Size(64 * MIB), queues=32),
-}
-
-
-class Config(_Section, frozen=True):
+class Config(Section, frozen=True):
     """Everything that can be configured. ``cards`` and ``profiles`` replace the built-in ones as
     soon as one is given."""
 
@@ -412,6 +354,7 @@ def _check_meaning(
         if card.memory < MIB or card.memory % (PAGE * card.banks):
             text = f"at least 1 MiB, and a multiple of 4 KiB for each of its {card.banks} banks"
             problem(["cards", name, "memory"], text)
+        check_grid(name, card, merged.get("cards", {}).get(name, {}), problem)
         if 0 < card.host_port < MIB:
             problem(["cards", name, "host_port"], "0, or at least 1 MiB a second")
     if host_cpus(config.host.cpus) is None:
@@ -419,72 +362,8 @@ def _check_meaning(
     given = merged.get("profiles", {})
     for name, profile in config.profiles.items():
         if name in given:
-            _check_profile(name, profile, config.cards, problem)
+            check_profile(name, profile, config.cards, problem)
     return problems
-
-
-def _check_profile(
-    name: str, profile: ProfileConfig, cards: Mapping[str, CardConfig], problem: Any
-) -> None:
-    key = ["profiles", name]
-    if profile.cores % profile.chips:
-        problem(
-            [*key, "cores"],
-            f"{profile.cores} cores do not spread evenly over {profile.chips} chips",
-            "each chip of a function gives the same number of cores",
-        )
-        return
-    if not PAGE <= profile.memory <= LIMITS.memory_bytes or profile.memory % PAGE:
-        problem([*key, "memory"], "4 KiB to 64 GiB, a multiple of 4 KiB")
-    if profile.ring_entries & (profile.ring_entries - 1):
-        problem([*key, "ring_entries"], "must be a power of two")
-    need = WindowLayout(profile.queues, profile.ring_entries).staging + PAGE
-    if profile.window & (profile.window - 1) or not need <= profile.window <= LIMITS.window_bytes:
-        problem(
-            [*key, "window"],
-            f"must be a power of two from {need} bytes ({profile.queues} queues) to 1 GiB",
-            "a PCI BAR has a power-of-two size",
-        )
-    empty = [card_of(name, item) for name, item in cards.items()]
-    # Whether the host has CPUs to give away is no question of the configuration.
-    answer = placing.plan(empty, [], replace(profile_of(name, profile), policy=Policy.BURSTABLE))
-    if answer.placement is None:
-        why = "; ".join(map(str, answer.reasons))
-        hint = f"shrink it, or enlarge a card ({why})"
-        problem(key, "fits on no card, not even an empty one", hint)
-
-
-# --- as the planner knows it -----------------------------------------------------------------
-
-
-def card_of(name: str, item: CardConfig) -> Card:
-    """The card that a section describes."""
-    cores = item.chips * item.cores_per_chip
-    return Card(
-        name,
-        item.chips,
-        item.cores_per_chip,
-        int(item.memory),
-        item.banks,
-        item.queues or 16 * cores,
-        item.functions or min(cores, LIMITS.functions),
-        int(item.host_port),
-    )
-
-
-def profile_of(name: str, item: ProfileConfig) -> Profile:
-    """The profile that a section describes."""
-    return Profile(
-        name,
-        item.cores,
-        item.chips,
-        int(item.memory),
-        int(item.window),
-        item.queues,
-        item.ring_entries,
-        item.policy,
-        item.weight,
-    )
 
 
 def host_cpus(text: str) -> tuple[int, ...] | None:

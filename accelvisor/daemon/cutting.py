@@ -16,6 +16,7 @@ from typing import Protocol
 
 from accelvisor.abi.registers import PAGE, WindowLayout
 from accelvisor.daemon import seals
+from accelvisor.daemon.chips import Chips
 from accelvisor.daemon.functions import Functions
 from accelvisor.daemon.seals import Seal
 from accelvisor.errors import (
@@ -90,6 +91,7 @@ class Cutting:
         self._slots: Slots | None = None
         self._rows: dict[str, Row] = {}
         self._bad: set[str] = set()
+        self.chips = Chips(functions)
         functions.static = self.static
 
     async def load(self) -> None:
@@ -99,6 +101,7 @@ class Cutting:
         Raises:
             StateError: ``store-damaged``.
         """
+        await self.chips.load()
         for name, state, number, table in await self._registry.cards():
             try:
                 row = Row(State(state), number, table)
@@ -154,9 +157,12 @@ class Cutting:
             table = static.partition(found, row.number)
         except UsageError as error:
             raise _changed(card, error.message) from error
-        same = canonical.encode(table.document()) == canonical.encode(signed.get("document"))
-        if not same or table.digest() != signed.get("digest"):
-            raise _changed(card, "its chips, cores, memory, queues or vectors are others")
+        document = signed.get("document")
+        version = document.get("format") if isinstance(document, Mapping) else None
+        version = 1 if version == 1 else static.FORMAT
+        same = canonical.encode(table.document(version)) == canonical.encode(document)
+        if not same or table.digest(version) != signed.get("digest"):
+            raise _changed(card, "its chips, cores, links, memory, queues or vectors are others")
         return table
 
     def wrong(self, card: str) -> AccelvisorError | None:
@@ -333,6 +339,8 @@ def _require_function(table: Table) -> None:
     part = table.parts[0]
     if part.core_count > LIMITS.cores:
         why = f"{part.core_count} cores, and a function has at most {LIMITS.cores}"
+    elif len(part.cores) > LIMITS.chips:
+        why = f"{len(part.cores)} chips, and a function has at most {LIMITS.chips}"
     elif part.memory_bytes > LIMITS.memory_bytes:
         why = f"{part.memory_bytes} bytes of memory, at most {LIMITS.memory_bytes}"
     elif max(len(item.ranges) for item in table.parts) > LIMITS.segments:

@@ -15,14 +15,15 @@ import uuid as uuid_module
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
-from accelvisor.daemon import files, function_link, working
-from accelvisor.daemon.config import NAME, Config, card_of, host_cpus, profile_of
+from accelvisor.daemon import files, function_link, specifying, working
+from accelvisor.daemon.card_config import card_of, profile_of
+from accelvisor.daemon.config import NAME, Config, host_cpus
 from accelvisor.daemon.lifecycle import Event, State, move
 from accelvisor.daemon.names import is_uuid
-from accelvisor.daemon.paths import Paths, peer
+from accelvisor.daemon.paths import Paths
 from accelvisor.daemon.registry import Registry
 from accelvisor.daemon.spares import Spares
 from accelvisor.daemon.store import Function
@@ -36,7 +37,6 @@ from accelvisor.errors import (
 from accelvisor.isolation import placing, planner
 from accelvisor.isolation.planner import Plan
 from accelvisor.isolation.resources import Card, Placement, Profile
-from accelvisor.isolation.segments import lay
 from accelvisor.limits import LIMITS
 
 LOG = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class Functions:
     def __init__(self, registry: Registry, world: World, config: Config) -> None:
         self.registry = registry
         self.world = world
+        #: Cards with what the operator said of their chips.
+        self.as_set: Callable[[Sequence[Card]], Sequence[Card]] = lambda cards: cards
         self.configure(config)
         #: Held while resources are looked for, until what was found is in the store.
         self.placing = asyncio.Lock()
@@ -119,7 +121,8 @@ class Functions:
 
     def configure(self, config: Config) -> None:
         """Take cards and profiles from a (re)loaded configuration; functions that exist stay."""
-        self.cards: Sequence[Card] = [card_of(*item) for item in config.cards.items()]
+        cards = [card_of(*item) for item in config.cards.items()]
+        self.cards: Sequence[Card] = self.as_set(cards)
         self.profiles: Sequence[Profile] = [profile_of(*item) for item in config.profiles.items()]
         #: Host CPUs that functions may use.
         self.cpus: Sequence[int] = host_cpus(config.host.cpus) or sorted(os.sched_getaffinity(0))
@@ -248,10 +251,21 @@ class Functions:
 
     async def statistics(self, key: str) -> dict[str, Any]:
         """What the function process counts."""
+        return await self._ask(key, "statistics")
+
+    async def trace(self, key: str) -> dict[str, Any]:
+        """What ran on its chips lately.
+
+        Raises:
+            FunctionFailure: ``unknown-method``: its process is of an older accelvisord.
+        """
+        return await self._ask(key, "trace")
+
+    async def _ask(self, key: str, method: str) -> dict[str, Any]:
         function = self.registry.find(key)
         move(function.state, Event.RESET, function.name)  # refused for those that come or go
         paths = self.world.paths.function(function.uuid)
-        return await function_link.call(paths.control_socket, "statistics")
+        return await function_link.call(paths.control_socket, method)
 
     async def start_process(self, function: Function) -> Function:
         """Write its files, start its process, wait until it is ready. The caller holds the lock.
@@ -420,26 +434,10 @@ class Functions:
         return function
 
     def specification(self, function: Function) -> dict[str, object]:
-        """What its process is told (docs/contracts.md, 2)."""
-        paths = self.world.paths.function(function.uuid)
-        return {
-            "uuid": function.uuid,
-            "profile": function.profile,
-            "cores": function.cores,
-            "chips": function.chips,
-            "memory_bytes": function.memory_bytes,
-            "window_bytes": function.window_bytes,
-            "queues": function.queues,
-            "ring_entries": function.ring_entries,
-            "vfio_socket": str(paths.vfio_socket),
-            "holder_socket": str(paths.holder_socket),
-            "control_socket": str(paths.control_socket),
-            "socket_group": self.socket_group,
-            "peer": peer(function.domain_uuid) or "",
-            "keeper": os.geteuid(),
-            "epoch": function.epoch,
-            "segments": [asdict(item) for item in lay(function.placement.ranges)],
-        }
+        """What its process is told."""
+        return specifying.specification(
+            function, self.cards, self.world.paths, self.socket_group
+        )
 
     def _profile(self, name: str) -> Profile:
         for profile in self.profiles:

@@ -6,13 +6,14 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
-from accelvisor.daemon import wire
+from accelvisor.daemon import topology, wire
 from accelvisor.daemon.assigning import Assigning, Wish
 from accelvisor.daemon.cutting import Cutting
 from accelvisor.daemon.shaping import Shaping, Size
 from accelvisor.errors import UsageError
 from accelvisor.isolation import placing
 from accelvisor.isolation.exhaustion import OnExhaustion
+from accelvisor.isolation.resources import ChipMode
 from accelvisor.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -50,6 +51,15 @@ class IsolationMethods:
     async def get_card_config_space(self, card: str) -> dict[str, Any]:
         return {"hexdump": self._cutting.physical(card).hexdump()}
 
+    async def set_chip(self, card: str, chip: int, mode: str) -> dict[str, Any]:
+        await self._cutting.chips.set_mode(card, chip, ChipMode(mode.replace("_", "-")))
+        return await self.get_card(card)
+
+    async def topology(self, card: str | None = None) -> dict[str, Any]:
+        placing.require_card(self._functions.cards, card)
+        wanted = [item for item in self._functions.cards if card in (None, item.name)]
+        return {"cards": await topology.cards(self._functions, wanted)}
+
     def _card(self, card: Card) -> dict[str, Any]:
         made = wire.card(card, self._functions.registry.all())
         return made | self._assigning.view(card.name)
@@ -74,6 +84,9 @@ class IsolationMethods:
                 yield _STEP | step
 
     # --- functions --------------------------------------------------------------------------------
+
+    async def trace(self, function: str) -> dict[str, Any]:
+        return {"trace": await self._functions.trace(function)}
 
     async def plan_function(self, profile: str, card: str | None = None) -> dict[str, Any]:
         return {"plan": wire.plan(await self._functions.plan(profile, card))}

@@ -87,6 +87,13 @@ class Registry:
         )
         self._hub.publish(record)
 
+    async def chips(self) -> list[tuple[str, int, str]]:
+        """(card, chip, mode) of those of which the operator said something."""
+        return await self._call(self._store.chips)
+
+    async def set_chip(self, card: str, chip: int, mode: str, message: str) -> None:
+        self._hub.publish(await self._call(self._store.set_chip, card, chip, mode, message))
+
     def get(self, uuid: str) -> Function | None:
         return self._functions.get(uuid)
 

@@ -38,6 +38,7 @@ def rest_to_json(placement: Placement) -> str:
             "queues": list(placement.queues),
             "vector": placement.vector,
             "cpus": list(placement.cpus),
+            "links": list(placement.links),
         }
     )
 
@@ -53,6 +54,7 @@ def placement(card: str, cores: str, rest: str) -> Placement:
         tuple(map(int, said.get("queues", ()))),
         int(said.get("vector", -1)),
         tuple(map(int, said.get("cpus", ()))),
+        tuple(map(int, said.get("links", ()))),  # before links were held there were none
     )
 
 

@@ -83,6 +83,14 @@ MIGRATIONS: Sequence[str] = (
         envelope BLOB                 -- of the partition table, while it is frozen
     ) STRICT;
     """,
+    """
+    CREATE TABLE chips (              -- those of which the operator said something
+        card TEXT NOT NULL,
+        chip INTEGER NOT NULL,
+        mode TEXT NOT NULL,
+        PRIMARY KEY (card, chip)
+    ) STRICT;
+    """,
 )
 
 
@@ -317,6 +325,16 @@ class Store:
             self._db.execute(
                 "INSERT OR REPLACE INTO cards VALUES (?, ?, ?, ?)", (name, state, number, envelope)
             )
+            return self._event("card-changed", "", message)
+
+    def chips(self) -> list[tuple[str, int, str]]:
+        """(card, chip, mode) of those of which the operator said something."""
+        rows = self._db.execute("SELECT card, chip, mode FROM chips ORDER BY card, chip")
+        return [(str(card), int(chip), str(mode)) for card, chip, mode in rows]
+
+    def set_chip(self, card: str, chip: int, mode: str, message: str) -> EventRecord:
+        with self._db.transaction():
+            self._db.execute("INSERT OR REPLACE INTO chips VALUES (?, ?, ?)", (card, chip, mode))
             return self._event("card-changed", "", message)
 
     # --- events ----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from accelvisor.errors import UsageError
 from accelvisor.hypervisor.port import Attachment, Domain, DomainOptions
 from accelvisor.isolation import placing
 from accelvisor.isolation.planner import Plan
-from accelvisor.isolation.resources import Card, Placement, Policy, Profile, Range
+from accelvisor.isolation.resources import Card, Placement, Profile, Range
 
 #: Empty root ports that a domain may have: each costs address space for a window.
 MOST_PORTS = 16
@@ -23,6 +23,10 @@ def card(item: Card, functions: Sequence[Function]) -> dict[str, Any]:
     return {
         "name": item.name,
         "chips": item.chips,
+        "boards": item.boards,
+        "rows": item.rows,
+        "columns": item.columns,
+        "modes": [name(item.mode(chip)) for chip in range(item.chips)],
         "cores_per_chip": item.cores_per_chip,
         "cores": item.cores,
         "cores_free": left.core_count,
@@ -35,14 +39,21 @@ def card(item: Card, functions: Sequence[Function]) -> dict[str, Any]:
         "queues_free": len(left.queues),
         "vectors": item.functions,
         "vectors_free": len(left.vectors),
-        "links": _links(item.links),
+        "links": [link(item, number) for number in range(len(item.links))],
+        "links_free": left.links,
         "host_port": item.host_port,
         "functions": [function.uuid for function in mine],
-        "shares": [_share(item, function) for function in mine],
+        "shares": [_share(function) for function in mine],
     }
 
 
-def _share(item: Card, function: Function) -> dict[str, Any]:
+def link(item: Card, number: int) -> dict[str, Any]:
+    """One link of a card."""
+    one, other = item.links[number]
+    return {"number": number, "one": one, "other": other, "kind": name(item.kind(number))}
+
+
+def _share(function: Function) -> dict[str, Any]:
     placement = function.placement
     return {
         "function": function.uuid,
@@ -52,8 +63,8 @@ def _share(item: Card, function: Function) -> dict[str, Any]:
         "queues": list(placement.queues),
         "vector": placement.vector,
         "cpus": list(placement.cpus),
-        "links": _links(placement.links(item)),
-        "policy": _policy(function.policy),
+        "links": list(placement.links),
+        "policy": name(function.policy),
         "weight": function.weight,
     }
 
@@ -66,12 +77,9 @@ def chip_cores(item: Placement) -> list[dict[str, Any]]:
     return [{"chip": chip, "cores": list(cores)} for chip, cores in item.cores.items()]
 
 
-def _links(items: Iterable[tuple[int, int]]) -> list[dict[str, Any]]:
-    return [{"one": one, "other": other} for one, other in items]
-
-
-def _policy(item: Policy) -> str:
-    return item.value.replace("-", "_")  # names of the interface have no hyphen
+def name(item: str) -> str:
+    """A word of ours as the interface writes it: its names have no hyphen."""
+    return item.replace("-", "_")
 
 
 def plan(item: Plan) -> dict[str, Any]:
@@ -83,6 +91,7 @@ def plan(item: Plan) -> dict[str, Any]:
         "cores": item.after.core_count,
         "memory_bytes": item.after.memory_bytes,
         "placement": chip_cores(item.after),
+        "links": list(item.after.links),
         "ranges": ranges(item.after.ranges),
         "moves": [f"{a}.{b} {c}.{d}" for (a, b), (c, d) in item.moves],
         "quiesce": list(item.quiesce),
@@ -111,8 +120,9 @@ def profile(
         "window_bytes": item.window_bytes,
         "queues": item.queues,
         "ring_entries": item.ring_entries,
-        "policy": _policy(item.policy),
+        "policy": name(item.policy),
         "weight": item.weight,
+        "links": item.links.value,
         "fits": fit.count,
         "limit": fit.limit,
         "limited_by": list(fit.resources),
@@ -127,6 +137,7 @@ def function(item: Function, paths: Paths) -> dict[str, Any]:
         "profile": item.profile,
         "card": item.card,
         "placement": chip_cores(item.placement),
+        "links": list(item.placement.links),
         "cores": item.cores,
         "chips": item.chips,
         "memory_bytes": item.memory_bytes,
@@ -141,7 +152,7 @@ def function(item: Function, paths: Paths) -> dict[str, Any]:
         "domain_uuid": item.domain_uuid,
         "created": item.created,
         "epoch": item.epoch,
-        "policy": _policy(item.policy),
+        "policy": name(item.policy),
         "weight": item.weight,
         "revoked": item.revoked,
         "quarantine": item.quarantine,

@@ -35,8 +35,8 @@ class Spec:
     """One function. Sizes in bytes; ``socket_group`` is QEMU's group, empty for none; ``peer`` is
     the profile of the VM whose QEMU may connect (:mod:`accelvisor.function.doors`), empty for none;
     ``keeper`` is the user that, beside root, may ask things on holder.sock and control.sock.
-    ``epoch`` and ``segments`` are what it begins with (:mod:`accelvisor.function.shape`); ``fabric``
-    has its ``chips`` chips and their links (:mod:`accelvisor.function.fabric_spec`).
+    ``epoch`` and ``segments`` are what it begins with (:mod:`accelvisor.function.shape`).
+    ``fabric`` has its ``chips`` chips and their links (:mod:`accelvisor.function.fabric_spec`).
     """
 
     uuid: str

@@ -1,4 +1,5 @@
 """Where a function goes: first card in order, fullest chips that suffice, fewest pieces of memory.
+Of several chips those that links can join (:mod:`accelvisor.isolation.linking`).
 
 :func:`plan` answers with a placement, or with every reason why none exists; each reason names the
 resource, so that :func:`fits` can say what limits a profile's number.
@@ -6,12 +7,22 @@ resource, so that :func:`fits` can say what limits a profile's number.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from accelvisor.abi.registers import PAGE
 from accelvisor.errors import CapacityError, ConflictError, NotFoundError
-from accelvisor.isolation.resources import Card, Placement, Policy, Profile, Range
+from accelvisor.isolation import linking
+from accelvisor.isolation.linking import Joined, Room
+from accelvisor.isolation.resources import (
+    Card,
+    ChipMode,
+    Links,
+    Placement,
+    Policy,
+    Profile,
+    Range,
+)
 from accelvisor.limits import LIMITS, MIB
 
 
@@ -48,7 +59,13 @@ class Free:
 
     def __init__(self, card: Card, held: Iterable[Placement] = ()) -> None:
         self.card = card
-        self._cores = [set(range(card.cores_per_chip)) for _ in range(card.chips)]
+        self._cores = [
+            set(range(card.cores_per_chip if card.mode(chip) is ChipMode.ENABLED else 0))
+            for chip in range(card.chips)
+        ]
+        self._links = {
+            number for number, ends in enumerate(card.links) if card.disabled.isdisjoint(ends)
+        }
         self._gaps = {bank: [(0, card.bank_bytes)] for bank in range(card.banks)}
         self._queues = set(range(card.queues))
         self._vectors = set(range(card.functions))
@@ -66,6 +83,7 @@ class Free:
             self._gaps[piece.bank] = [
                 part for low, high in gaps for part in _without(low, high, piece.start, piece.end)
             ]
+        self._links.difference_update(item.links)
         self._queues.difference_update(item.queues)
         self._vectors.discard(item.vector)
 
@@ -90,6 +108,11 @@ class Free:
     @property
     def memory_bytes(self) -> int:
         return sum(gap.nbytes for gap in self.gaps)
+
+    @property
+    def links(self) -> list[int]:
+        """Numbers of free links; those of a disabled chip are not."""
+        return sorted(self._links)
 
     @property
     def queues(self) -> list[int]:
@@ -202,23 +225,45 @@ def on_card(left: Free, profile: Profile, cpus: Sequence[int] = ()) -> Placement
     """The placement on one card, or *all* reasons against it."""
     name, each = left.card.name, profile.cores_per_chip
     free = left.cores
-    able = sorted(
-        (chip for chip, cores in enumerate(free) if len(cores) >= each),
-        key=lambda chip: (len(free[chip]), chip),
-    )
+    able = {chip: len(cores) for chip, cores in enumerate(free) if len(cores) >= each}
     ranges = left.ranges(profile.memory_bytes)
     reasons = [*_short(left, profile, bool(ranges))]
+    joined: Joined | None = None
     if len(able) < profile.chips:
         text = (
             f"{name}: {len(able)} of {left.card.chips} chips have {_count(each, 'core')} free,"
             f" {profile.chips} wanted"
         )
         reasons.append(Reason("cores", text))
-    if reasons:
+    else:
+        joined = join(left, able, profile)
+        if joined is None:
+            what = "with the links that it has" if profile.shape else "in a ring of free links"
+            text = f"{name}: no {profile.chips} chips with {_count(each, 'core')} free are {what}"
+            reasons.append(Reason("links", text))
+    if reasons or joined is None:
         return reasons
-    cores = {chip: tuple(free[chip][:each]) for chip in sorted(able[: profile.chips])}
+    cores = {chip: tuple(free[chip][:each]) for chip in joined.chips}
     queues = tuple(left.queues[: profile.queues])
-    return Placement(name, cores, tuple(ranges), queues, left.vectors[0], tuple(cpus))
+    return Placement(
+        name, cores, tuple(ranges), queues, left.vectors[0], tuple(cpus), tuple(joined.links)
+    )
+
+
+def join(left: Free, able: Mapping[int, int], profile: Profile) -> Joined | None:
+    """Which of the ``able`` chips (with their free cores), and which links; None where links that
+    have to be there are not.
+    """
+    whole = profile.cores_per_chip == left.card.cores_per_chip
+    room = Room(left.card, able, whole, frozenset(left.links))
+    if profile.shape:
+        return linking.shaped(room, profile.chips, profile.shape)
+    if profile.chips == 1:
+        return linking.apart(room, 1)
+    found = linking.ring(room, profile.chips)
+    if found is None and profile.links is Links.ANY:
+        found = linking.connected(room, profile.chips) or linking.apart(room, profile.chips)
+    return found
 
 
 def _short(left: Free, profile: Profile, placed: bool) -> Iterable[Reason]:

@@ -3,7 +3,8 @@ be scrubbed, and about how long it takes. A plan is data; what carries it out is
 accelvisor/daemon/shaping.py.
 
 A resize keeps what already matches: the cores and the memory that the function has, as far as they
-are wanted, stay where they are, so its addresses stay true. Neighbours are never touched.
+are wanted, stay where they are, so its addresses stay true. Neighbours are never touched. One that
+has links keeps these and its chips.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def resize(
             where="planner",
             hint="delete a function, or move this one to a host with more room",
         )
-    after = Placement(before.card, cores, ranges, before.queues, before.vector, own)
+    after = Placement(before.card, cores, ranges, before.queues, before.vector, own, before.links)
     return _plan(Verb.RESIZE, function, before, after, epoch)
 
 
@@ -178,22 +179,32 @@ def _cores(
     left: Free, before: Placement, each: int, reasons: list[Reason]
 ) -> Mapping[int, Sequence[int]]:
     """The cores that it has, on each chip the first ``each``, and more of the same chips; where one
-    has too few, of other chips.
+    has too few, of other chips, unless links join these.
     """
     free = left.cores
     able = sorted(
         (chip for chip, cores in enumerate(free) if len(cores) >= each),
         key=lambda chip: (chip not in before.cores, len(free[chip]), chip),
     )
+    if before.links:
+        able = [chip for chip in able if chip in before.cores]
     if len(able) < len(before.cores):
         text = (
             f"{left.card.name}: {len(able)} of {left.card.chips} chips have {each} cores for it,"
             f" {len(before.cores)} wanted"
         )
+        if before.links:
+            text = (
+                f"{left.card.name}: {len(able)} of its {len(before.cores)} chips, which links"
+                f" join, have {each} cores for it"
+            )
         reasons.append(Reason("cores", text))
         return before.cores
+    chips = list(before.cores)
+    if not before.cores.keys() <= set(able):
+        chips = sorted(able[: len(chips)])
     found: dict[int, tuple[int, ...]] = {}
-    for chip in sorted(able[: len(before.cores)]):
+    for chip in chips:
         own = [core for core in before.cores.get(chip, ()) if core in free[chip]][:each]
         more = [core for core in free[chip] if core not in own]
         found[chip] = tuple(sorted(own + more[: each - len(own)]))

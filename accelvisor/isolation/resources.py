@@ -1,8 +1,8 @@
 """What a card has, and the part of it that one function holds. Numbers only, nothing here acts.
 
-Cores, queues and vectors are numbered within their card, memory lies in equal banks. All of these
-belong to one function at a time; what functions share is the card's host port and its links, by
-weight (:mod:`accelvisor.isolation.fair`), and host CPUs, by policy.
+Cores, links, queues and vectors are numbered within their card, memory lies in equal banks. All of
+these belong to one function at a time; what functions share is the card's host port, by weight
+(:mod:`accelvisor.isolation.fair`), and host CPUs, by policy.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from itertools import chain, pairwise
 
 from accelvisor.abi.registers import PAGE
@@ -21,6 +22,21 @@ class Policy(StrEnum):
     GUARANTEED = "guaranteed"  # a host CPU of its own for each core
     BURSTABLE = "burstable"  # its share, and cores that nobody holds until somebody does
     BEST_EFFORT = "best-effort"  # what the others leave
+
+
+class ChipMode(StrEnum):
+    """What the operator lets a chip do."""
+
+    ENABLED = "enabled"
+    DISABLED = "disabled"  # nothing: no function is placed on it, and its links are down
+    PASS_THROUGH = "pass-through"  # links of functions lead over it, and no function is on it
+
+
+class Links(StrEnum):
+    """What a function of several chips must have to be placed."""
+
+    ANY = "any"  # the best there is: a ring of its chips, else whatever links join them
+    RING = "ring"  # a ring of its chips, or it is not placed
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -38,13 +54,16 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One emulated card.
+    """One emulated card: a grid of chips on one or several boards.
 
     Attributes:
         memory_bytes: of the whole card, in ``banks`` equal banks.
         queues: pairs of rings that its functions may have together.
         functions: the most it can be cut into (SR-IOV's TotalVFs); each takes one vector.
         host_port: bytes a second that DMA moves, for all functions together; 0 is no limit.
+        boards: physical cards, cabled together.
+        rows: of chips on each of them; a row has ``chips / (boards * rows)``.
+        disabled, passing: chips that the operator has set to these modes; the others are enabled.
     """
 
     name: str
@@ -55,6 +74,10 @@ class Card:
     queues: int = 1024
     functions: int = 256
     host_port: int = 0
+    boards: int = 1
+    rows: int = 1
+    disabled: frozenset[int] = frozenset()
+    passing: frozenset[int] = frozenset()
 
     @property
     def cores(self) -> int:
@@ -66,18 +89,37 @@ class Card:
         return self.memory_bytes // self.banks // PAGE * PAGE
 
     @property
+    def columns(self) -> int:
+        return self.chips // (self.boards * self.rows)
+
+    @property
     def links(self) -> Sequence[tuple[int, int]]:
-        """The chips that each link joins: a ring, in chip order."""
-        if self.chips < 2:
-            return ()
-        if self.chips == 2:
-            return ((0, 1),)
-        return tuple((chip, (chip + 1) % self.chips) for chip in range(self.chips))
+        """The chips that each link joins, in the order of the links' numbers."""
+        return _links(self.boards, self.rows, self.columns)
+
+    def board(self, chip: int) -> int:
+        """The board that a chip is on."""
+        return chip // (self.rows * self.columns)
+
+    def kind(self, link: int) -> str:
+        """``inter-chip``, or ``inter-card`` where its ends are on two boards."""
+        one, other = self.links[link]
+        return "inter-chip" if self.board(one) == self.board(other) else "inter-card"
+
+    def mode(self, chip: int) -> ChipMode:
+        if chip in self.disabled:
+            return ChipMode.DISABLED
+        return ChipMode.PASS_THROUGH if chip in self.passing else ChipMode.ENABLED
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A named size of function: ``cores / chips`` cores on each of ``chips`` chips of a card."""
+    """A named size of function: ``cores / chips`` cores on each of ``chips`` chips of a card.
+
+    Attributes:
+        shape: pairs of its chips, by the function's own numbers, that a link has to join; of one
+            that was elsewhere before, whose programs name these.
+    """
 
     name: str
     cores: int
@@ -88,6 +130,8 @@ class Profile:
     ring_entries: int
     policy: Policy = Policy.BURSTABLE
     weight: int = 100
+    links: Links = Links.ANY
+    shape: Sequence[tuple[int, int]] = ()
 
     @property
     def cores_per_chip(self) -> int:
@@ -99,11 +143,12 @@ class Placement:
     """Where a function sits, all of it its own.
 
     Attributes:
-        cores: by chip, both numbered within ``card``.
+        cores: by chip, both numbered within ``card``; the function's chip 0 is the first.
         ranges: its memory; the function sees them one after the other, from address 0 on.
         queues: numbers of the card's queues; the function's queue 0 is the first.
         vector: its interrupt vector; -1 with no part of a card.
         cpus: host CPUs that no other function may use; of guaranteed functions only.
+        links: numbers of the card's links.
     """
 
     card: str
@@ -112,6 +157,7 @@ class Placement:
     queues: Sequence[int] = ()
     vector: int = -1
     cpus: Sequence[int] = ()
+    links: Sequence[int] = ()
 
     @property
     def memory_bytes(self) -> int:
@@ -124,11 +170,6 @@ class Placement:
     def pairs(self) -> set[tuple[int, int]]:
         """The cores as (chip, core)."""
         return {(chip, core) for chip, cores in self.cores.items() for core in cores}
-
-    def links(self, card: Card) -> list[tuple[int, int]]:
-        """Links of ``card`` that are this function's alone: it has all cores at both ends."""
-        whole = {chip for chip, cores in self.cores.items() if len(cores) == card.cores_per_chip}
-        return [link for link in card.links if whole.issuperset(link)]
 
 
 #: No part of any card: what a revoked function holds.
@@ -164,6 +205,8 @@ def violations(
         wrong += [f"{name}: {text}" for text in _outside(card, item)]
         for chip, core in item.pairs():
             claim(name, card.name, "core", chip, core)
+        for link in item.links:
+            claim(name, card.name, "link", link)
         for queue in item.queues:
             claim(name, card.name, "queue", queue)
         claim(name, card.name, "vector", item.vector)
@@ -180,6 +223,12 @@ def _outside(card: Card, item: Placement) -> list[str]:
         for chip, core in item.pairs()
         if not (0 <= chip < card.chips and 0 <= core < card.cores_per_chip)
     ]
+    wrong += [
+        f"chip {chip} is {card.mode(chip)}"
+        for chip, cores in item.cores.items()
+        if cores and card.mode(chip) is not ChipMode.ENABLED
+    ]
+    wrong += _astray(card, item)
     wrong += [f"no queue {queue}" for queue in item.queues if not 0 <= queue < card.queues]
     if not 0 <= item.vector < card.functions:
         wrong.append(f"no vector {item.vector}")
@@ -187,6 +236,33 @@ def _outside(card: Card, item: Placement) -> list[str]:
         inside = 0 <= piece.bank < card.banks and 0 <= piece.start < piece.end <= card.bank_bytes
         if not inside or piece.start % PAGE or piece.nbytes % PAGE:
             wrong.append(f"no memory {piece.start:#x}+{piece.nbytes:#x} in bank {piece.bank}")
+    return wrong
+
+
+@lru_cache(maxsize=64)
+def _links(boards: int, rows: int, columns: int) -> Sequence[tuple[int, int]]:
+    """Along each row, then down each column through all boards, each closed to a ring where that
+    needs a link of its own.
+    """
+    lines = boards * rows
+    across = [[line * columns + at for at in range(columns)] for line in range(lines)]
+    down = [[line * columns + at for line in range(lines)] for at in range(columns)]
+    found: list[tuple[int, int]] = []
+    for row in across + down:
+        found += pairwise([*row, row[0]] if len(row) > 2 else row)
+    return tuple(found)
+
+
+def _astray(card: Card, item: Placement) -> list[str]:
+    """Links that are not there, and those that end at a chip which is neither its own nor lets
+    links pass.
+    """
+    ends = card.links
+    wrong = [f"no link {link}" for link in item.links if not 0 <= link < len(ends)]
+    may = {chip for chip, cores in item.cores.items() if cores} | card.passing
+    for link in item.links:
+        if 0 <= link < len(ends) and not may.issuperset(ends[link]):
+            wrong.append(f"link {link} joins chips {ends[link]}, which are not both its own")
     return wrong
 
 

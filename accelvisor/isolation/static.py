@@ -8,6 +8,7 @@ The cut, in this order of numbering, with what does not divide left to the physi
 * Memory, bank after bank: ``memory // N`` in whole pages, one contiguous run that is told as one
   range for each bank it touches.
 * Queues ``queues // N``, at most :attr:`Limits.queues`; vectors ``functions // N``.
+* Links between chips of one part are that part's; those from part to part are the PF's.
 
 The number of parts is one of :data:`NUMBERS`, may only change while the card is disabled
 (PCI Express 5.0, 9.3.3.7: NumVFs), and nothing may use a card while it is enabled or disabled.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeAlias
@@ -39,6 +40,8 @@ from accelvisor.limits import LIMITS
 
 #: How many parts a card can be cut into.
 NUMBERS = (1, 2, 4, 8, 16)
+#: Of the document. In the first one a card is a row of chips, and links are not named.
+FORMAT = 2
 
 Document: TypeAlias = "str | int | Sequence[Document] | Mapping[str, Document]"
 
@@ -64,12 +67,14 @@ class Part:
         ranges: memory, in bank order.
         queues: of the card's queues; ``count`` may be 0 with the PF.
         vectors: of the card's vectors; likewise.
+        links: numbers of the card's links.
     """
 
     cores: Mapping[int, Sequence[Span]]
     ranges: Sequence[Range]
     queues: Span
     vectors: Span
+    links: Sequence[int] = ()
 
     @property
     def core_count(self) -> int:
@@ -79,8 +84,8 @@ class Part:
     def memory_bytes(self) -> int:
         return sum(item.nbytes for item in self.ranges)
 
-    def document(self) -> Mapping[str, Document]:
-        return {
+    def document(self, version: int = FORMAT) -> Mapping[str, Document]:
+        made: Mapping[str, Document] = {
             "cores": [
                 [chip, span.first, span.count]
                 for chip, spans in sorted(self.cores.items())
@@ -90,6 +95,7 @@ class Part:
             "queues": [self.queues.first, self.queues.count],
             "vectors": [self.vectors.first, self.vectors.count],
         }
+        return made if version < FORMAT else {**made, "links": list(self.links)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +107,20 @@ class Table:
     parts: Sequence[Part]
     remainder: Part
 
-    def document(self) -> Mapping[str, Document]:
-        """The table as text, integers, lists and maps: what is signed and shown."""
+    def document(self, version: int = FORMAT) -> Mapping[str, Document]:
+        """The table as text, integers, lists and maps: what is signed and shown.
+
+        Args:
+            version: of its format. The first one is that of tables which were signed before cards
+                were grids; none of a card with several rows of chips is equal to it.
+        """
         card = self.card
+        lines = card.boards * card.rows
+        grid = {"boards": card.boards, "rows": card.rows} if version >= FORMAT or lines > 1 else {}
         return {
-            "format": 1,
+            "format": version,
             "card": {
+                **grid,
                 "name": card.name,
                 "chips": card.chips,
                 "cores_per_chip": card.cores_per_chip,
@@ -116,13 +130,13 @@ class Table:
                 "functions": card.functions,
             },
             "number": self.number,
-            "parts": [part.document() for part in self.parts],
-            "remainder": self.remainder.document(),
+            "parts": [part.document(version) for part in self.parts],
+            "remainder": self.remainder.document(version),
         }
 
-    def digest(self) -> str:
+    def digest(self, version: int = FORMAT) -> str:
         """SHA-256 over the document as JSON with sorted keys and no blanks, in hexadecimal."""
-        text = json.dumps(self.document(), sort_keys=True, separators=(",", ":"))
+        text = json.dumps(self.document(version), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode("ascii")).hexdigest()
 
     def placement(self, index: int) -> Placement:
@@ -137,6 +151,7 @@ class Table:
             tuple(part.ranges),
             tuple(range(part.queues.first, part.queues.end)),
             part.vectors.first,
+            links=tuple(part.links),
         )
 
 
@@ -162,12 +177,15 @@ def partition(card: Card, number: int) -> Table:
         )
     memory, queues, vectors = _memory(card, number), _queues(card, number), card.functions // number
     total = card.banks * card.bank_bytes
+    cores = [_cores(card, number, index) for index in range(number)]
+    links = [_among(card, item) for item in cores]
     parts = tuple(
         Part(
-            _cores(card, number, index),
+            cores[index],
             _ranges(card, index * memory, (index + 1) * memory),
             Span(index * queues, queues),
             Span(index * vectors, vectors),
+            links[index],
         )
         for index in range(number)
     )
@@ -176,6 +194,7 @@ def partition(card: Card, number: int) -> Table:
         _ranges(card, number * memory, total),
         Span(number * queues, card.queues - number * queues),
         Span(number * vectors, card.functions - number * vectors),
+        sorted(set(range(len(card.links))).difference(*links)),
     )
     return Table(card, number, parts, remainder)
 
@@ -184,6 +203,9 @@ def _short(card: Card, number: int) -> str:
     """Why ``card`` cannot be cut into ``number`` parts; empty when it can."""
     if number not in NUMBERS:
         return f"the number is one of {', '.join(map(str, NUMBERS))}"
+    off = sorted(card.disabled | card.passing)
+    if off:
+        return f"its chip {off[0]} is {card.mode(off[0])}"
     if number > card.functions:
         return f"it has {card.functions} in all"
     if number > card.chips * card.cores_per_chip:
@@ -218,6 +240,15 @@ def _cores(card: Card, number: int, index: int) -> Mapping[int, Sequence[Span]]:
         return dict.fromkeys(range(index * chips, (index + 1) * chips), whole)
     sharers, cores = -(-number // card.chips), _per_chip(card, number)
     return {index // sharers: (Span(index % sharers * cores, cores),)}
+
+
+def _among(card: Card, chips: Collection[int]) -> Sequence[int]:
+    """Links with both ends at these chips."""
+    return [
+        number
+        for number, (one, other) in enumerate(card.links)
+        if one in chips and other in chips
+    ]
 
 
 def _left(card: Card, parts: Sequence[Part]) -> Mapping[int, Sequence[Span]]:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelvisor.daemon import config
-from accelvisor.daemon.config import Size
+from accelvisor.daemon.card_config import Size, card_of
 from accelvisor.errors import ConfigError
 from accelvisor.limits import GIB, LIMITS, MIB
 
@@ -85,6 +85,25 @@ def test_values_are_read(tmp_path: Path) -> None:
     assert loaded.libvirt.uri == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "grid"),
+    [
+        ("", (1, 1, 4)),
+        ("chips = 6", (1, 1, 6)),
+        ("chips = 6\nrows = 2", (1, 2, 3)),
+        ("rows = 2\ncolumns = 4", (1, 2, 4)),
+        ("boards = 2\nrows = 2\ncolumns = 4\nchips = 16", (2, 2, 4)),
+        ("boards = 4\ncolumns = 1", (4, 1, 1)),
+    ],
+)
+def test_a_card_is_a_grid(tmp_path: Path, text: str, grid: tuple[int, int, int]) -> None:
+    loaded = config.load(write(tmp_path, f"[cards.a]\n{text}\n"))
+    card = card_of("a", loaded.cards["a"])
+    assert (card.boards, card.rows, card.columns) == grid
+    assert card.chips == grid[0] * grid[1] * grid[2]
+    assert card.functions == 4 * card.chips
+
+
 def test_conf_d_wins_key_by_key_in_name_order(tmp_path: Path) -> None:
     path = write(tmp_path, '[cards.a]\nchips = 1\ncores_per_chip = 2\n[host]\nname = "one"\n')
     write(tmp_path, "[cards.a]\nchips = 3\n", "conf.d/20-more.toml")
@@ -114,6 +133,16 @@ def test_conf_d_wins_key_by_key_in_name_order(tmp_path: Path) -> None:
         ('[cards."a b"]\n', "cards.a b: a name is", 1, ""),
         ('[admin]\nread = ["a b"]\n', "admin.read: expected a plain name", 2, ""),
         ("[profiles.p]\ncores = 3\nchips = 2\n", "profiles.p.cores: 3 cores do not spread", 2, ""),
+        ("[cards.a]\nrows = 3\n", "cards.a.rows: 4 chips do not spread evenly", 2, "columns"),
+        ("[cards.a]\nboards = 3\n", "cards.a.boards: 4 chips do not spread evenly", 2, "columns"),
+        ("[cards.a]\nchips = 9\nrows = 2\ncolumns = 4\n", "cards.a.chips: 9 chips, but 1 boards", 2,
+         "leave chips out"),
+        ("[cards.a]\nrows = 64\ncolumns = 64\n", "cards.a.columns: 1 boards with 64 rows", 3, ""),
+        ("[cards.a]\ncolumns = 257\n", "cards.a.columns: expected `int` <= 256", 2, ""),
+        ("[profiles.p]\ncores = 32\nchips = 32\n", "profiles.p.chips: expected `int` <= 16", 3, ""),
+        ('[profiles.p]\nlinks = "all"\n', "profiles.p.links: invalid enum value 'all'", 2, ""),
+        ('[profiles.p]\ncores = 3\nchips = 3\nlinks = "ring"\n', "profiles.p: fits on no card", 1,
+         "no 3 chips with 1 core free are in a ring"),
         ('[profiles.p]\nmemory = "1MiB"\nwindow = "3MiB"\n', "profiles.p.window: must be", 3, ""),
         ('[profiles.p]\nwindow = "64KiB"\n', "profiles.p.window: must be a power of two", 2, ""),
         ("[profiles.p]\nring_entries = 100\n", "profiles.p.ring_entries: must be", 2, ""),

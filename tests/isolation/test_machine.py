@@ -26,18 +26,27 @@ from accelvisor.errors import CapacityError, UsageError
 from accelvisor.isolation import planner
 from accelvisor.isolation.placing import Free, plan
 from accelvisor.isolation.planner import Action, Plan, Wanted
-from accelvisor.isolation.resources import NOTHING, Card, Placement, Profile, violations
+from accelvisor.isolation.resources import (
+    NOTHING,
+    Card,
+    Links,
+    Placement,
+    Profile,
+    violations,
+)
 from accelvisor.isolation.segments import SegmentTable, Unmapped, lay
 from tests.amount import by_night
 
 CARDS = [
     Card("card0", 2, 4, 64 * PAGE, banks=4, queues=16, functions=6),
     Card("card1", 1, 2, 16 * PAGE, banks=1, queues=8, functions=2),
+    Card("card2", 4, 2, 64 * PAGE, banks=2, queues=16, functions=8, boards=2),
 ]
 PROFILES = [
     Profile("small", 1, 1, 3 * PAGE, PAGE, 2, 2),
     Profile("wide", 4, 2, 20 * PAGE, PAGE, 2, 2),
     Profile("large", 2, 1, 30 * PAGE, PAGE, 4, 2),
+    Profile("square", 4, 4, 8 * PAGE, PAGE, 2, 2, links=Links.RING),
 ]
 
 
@@ -139,7 +148,10 @@ class Partition(RuleBasedStateMachine):
 
     # --- what happens -----------------------------------------------------------------------------
 
-    @rule(profile=st.sampled_from(PROFILES), card=st.sampled_from([None, "card0", "card1"]))
+    @rule(
+        profile=st.sampled_from(PROFILES),
+        card=st.sampled_from([None, "card0", "card1", "card2"]),
+    )
     def create(self, profile: Profile, card: str | None) -> None:
         answer = plan(CARDS, list(self.held().values()), profile, card)
         if answer.placement is None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +10,7 @@ from accelvisor.errors import CapacityError, ConflictError, NotFoundError
 from accelvisor.isolation.placing import Answer, Cpus, Free, choose, fits, plan
 from accelvisor.isolation.resources import (
     Card,
+    Links,
     Placement,
     Policy,
     Profile,
@@ -184,12 +187,66 @@ def test_the_last_cpu_is_everybodys() -> None:
     assert plan([CARD], [], guaranteed(1)) == Answer(None, plan([CARD], [], guaranteed(1)).reasons)
 
 
-def test_links_between_chips_that_are_all_ones_own_are_ones_own() -> None:
-    whole = (0, 1, 2, 3)
+def test_a_row_of_chips_is_a_ring() -> None:
     assert CARD.links == ((0, 1), (1, 2), (2, 3), (3, 0))
-    assert Placement("card0", {0: whole, 3: whole, 1: (0,)}).links(CARD) == [(3, 0)]
     assert Card("c", 2, 1, MIB).links == ((0, 1),)
     assert Card("c", 1, 1, MIB).links == ()
+
+
+def test_a_function_of_several_chips_gets_the_links_that_make_them_a_ring() -> None:
+    assert plan([CARD], [], profile(4, 4)).placement.links == (0, 1, 2, 3)
+    assert plan([CARD], [], profile(2, 2)).placement.links == (0,)
+    assert plan([CARD], [], profile(1)).placement.links == ()
+
+
+def test_a_link_is_never_shared_though_its_chips_are() -> None:
+    """Two functions on the same chips: the second takes others, or has none."""
+    held = [plan([CARD], [], profile(2, 2, 8)).placement]
+    for _ in range(3):
+        held.append(plan([CARD], held, profile(2, 2, 8)).placement)
+    assert len({link for item in held for link in item.links}) == 4
+    held.append(plan([CARD], held, profile(2, 2, 8)).placement)
+    assert held[-1].links == ()
+    assert violations([CARD], {str(n): item for n, item in enumerate(held)}) == []
+
+
+def test_a_profile_may_insist_on_a_ring() -> None:
+    ring = replace(profile(3, 3), links=Links.RING)
+    answer = plan([CARD], [], ring)
+    assert [item.resource for item in answer.reasons] == ["links"]
+    assert "no 3 chips with 1 core free are in a ring of free links" in str(answer.reasons[0])
+    assert fits([CARD], [], ring).resources == ("links",)
+    joined = plan([CARD], [], replace(ring, links=Links.ANY)).placement
+    assert (joined.cores.keys(), joined.links) == ({0, 1, 2}, (0, 1))
+    assert plan([replace(CARD, rows=2)], [], replace(profile(4, 4), links=Links.RING)).placement
+
+
+def test_nothing_is_placed_on_a_chip_that_is_switched_off() -> None:
+    off = replace(CARD, disabled=frozenset({1}))
+    answer = plan([off], [], profile(4, 4))
+    assert "3 of 4 chips have 1 core free, 4 wanted" in str(answer.reasons[0])
+    three = plan([off], [], profile(3, 3)).placement
+    assert (set(three.cores), three.links) == ({0, 2, 3}, (2, 3)), "links of chip 1 are down"
+    assert Free(off).core_count == 12
+
+
+def test_links_lead_over_a_chip_that_lets_pass() -> None:
+    passing = replace(CARD, passing=frozenset({1}))
+    three = plan([passing], [], replace(profile(3, 3), links=Links.RING)).placement
+    assert (set(three.cores), three.links) == ({0, 2, 3}, (0, 1, 2, 3))
+    assert violations([passing], {"f": three}) == []
+    assert violations([CARD], {"f": three}) != []
+
+
+def test_what_is_wrong_with_links_is_told() -> None:
+    place = Placement("card0", {0: (0,), 1: (0,)}, vector=0, links=(0,))
+    other = Placement("card0", {0: (1,), 1: (1,)}, vector=1, links=(0,))
+    assert violations([CARD], {"a": place}) == []
+    assert violations([CARD], {"a": place, "b": other}) == ["card0 link 0: held by a and b"]
+    assert violations([CARD], {"a": replace(place, links=(9,))}) == ["a: no link 9"]
+    assert "joins chips (1, 2)" in violations([CARD], {"a": replace(place, links=(1,))})[0]
+    off = replace(CARD, disabled=frozenset({1}))
+    assert "a: chip 1 is disabled" in violations([off], {"a": place})
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -77,6 +79,28 @@ def test_a_full_chip_is_left_for_another() -> None:
     assert plan.after.cores == {1: (0, 1)}
     assert plan.moves == [((0, 0), (1, 0))]
     assert held["b"].cores == {0: (1, 2, 3)}, "neighbours stay where they are"
+
+
+def test_a_function_with_links_keeps_them_and_its_chips() -> None:
+    held: dict[str, Placement] = {}
+    put(held, "a", 4, 4, 8)
+    assert held["a"].links == (0, 1, 2, 3)
+    held["a"] = replace(held["a"], cores=dict(reversed(held["a"].cores.items())))
+    grown = resize([CARD], held, "a", Wanted(8, 8 * MIB), 1).after
+    assert (list(grown.cores), grown.links) == ([3, 2, 1, 0], (0, 1, 2, 3))
+    assert grown.core_count == 8
+    assert revoke(held, "a", 1).after.links == ()
+
+
+def test_a_function_with_links_does_not_go_to_other_chips() -> None:
+    held: dict[str, Placement] = {}
+    put(held, "a", 2, 2, 8)
+    put(held, "b", 3, 1, 8)
+    assert held["b"].cores == {0: (1, 2, 3)}
+    with pytest.raises(CapacityError, match="1 of its 2 chips, which links join, have 2 cores"):
+        resize([CARD], held, "a", Wanted(4, 8 * MIB), 1)
+    held["a"] = replace(held["a"], links=())
+    assert 0 not in resize([CARD], held, "a", Wanted(4, 8 * MIB), 1).after.cores
 
 
 def test_every_reason_is_given() -> None:

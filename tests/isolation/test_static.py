@@ -31,10 +31,17 @@ from accelvisor.limits import LIMITS, MIB
 
 CARD = Card("card0", 4, 4, 256 * MIB, 4, queues=64, functions=16)
 
+GRIDS = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 9))
+
+
+def in_grid(grid: tuple[int, int, int], **fields: Any) -> Card:
+    boards, rows, columns = grid
+    return Card("card0", boards * rows * columns, boards=boards, rows=rows, **fields)
+
+
 cards = st.builds(
-    Card,
-    name=st.just("card0"),
-    chips=st.integers(1, 9),
+    in_grid,
+    GRIDS.filter(lambda grid: grid[0] * grid[1] * grid[2] <= 9),
     cores_per_chip=st.integers(1, 9),
     memory_bytes=st.integers(0, 200 * PAGE),
     banks=st.integers(1, 9),
@@ -151,12 +158,12 @@ def test_any_other_number_gives_another_digest(table: Table, data: st.DataObject
     """Each number of the table's own objects, not of the document: nothing was left out of it."""
     document = json.loads(json.dumps(table.document()))
     assert document == table.document()
-    # Counted by hand from the objects: seven facts of the card, format, number, and each part's.
+    # Counted by hand from the objects: nine facts of the card, format, number, and each part's.
     each = [
-        3 * sum(map(len, part.cores.values())) + 3 * len(part.ranges) + 4
+        3 * sum(map(len, part.cores.values())) + 3 * len(part.ranges) + 4 + len(part.links)
         for part in (*table.parts, table.remainder)
     ]
-    assert len(list(leaves(document))) == 9 + sum(each)
+    assert len(list(leaves(document))) == 11 + sum(each)
     index = data.draw(st.integers(0, table.number - 1))
     part = table.parts[index]
     chip = next(iter(part.cores))
@@ -179,6 +186,7 @@ def test_any_other_number_gives_another_digest(table: Table, data: st.DataObject
             dataclasses.replace(part, **{kind: dataclasses.replace(at, **item)})
             for item in ({"first": at.first + 1}, {"count": at.count + 1})
         ]
+    changed.append(dataclasses.replace(part, links=(*part.links, 99)))
     digests = {table.digest()}
     for other in changed:
         parts = (*table.parts[:index], other, *table.parts[index + 1 :])
@@ -197,6 +205,8 @@ def test_any_other_number_gives_another_digest(table: Table, data: st.DataObject
         {"banks": 5},
         {"queues": 65},
         {"functions": 17},
+        {"boards": 2},
+        {"rows": 2},
     ],
 )
 def test_any_other_card_gives_another_digest(change: dict[str, Any]) -> None:
@@ -207,9 +217,37 @@ def test_any_other_card_gives_another_digest(change: dict[str, Any]) -> None:
 
 def test_the_digest_is_the_same_on_every_host_and_day() -> None:
     """A signature over it must hold for years: a change of the form is a new format number."""
-    assert partition(CARD, 4).digest() == (
+    assert partition(CARD, 4).digest(1) == (
         "2c34f47e09b7d1105339cdbd94724c8ab16c6a0bb9ecbe0d930c38fc37d8f923"
     )
+    assert partition(CARD, 4).digest() == (
+        "50fd487e6560fe7938d43254b7ba533cc481f951e8b0cd0aa362cace32ba3c74"
+    )
+
+
+@given(tables())
+def test_a_link_is_of_the_part_that_has_both_its_chips(table: Table) -> None:
+    """Asked of each chip who has it, and each link once."""
+    owner = {chip: n for n, part in enumerate(table.parts) for chip in part.cores}
+    shared = {chip for chip in owner if sum(chip in part.cores for part in table.parts) > 1}
+    for number, (one, other) in enumerate(table.card.links):
+        has = [n for n, part in enumerate(table.parts) if number in part.links]
+        alone = {one, other}.isdisjoint(shared) and one in owner
+        assert has == ([owner[one]] if alone and owner[one] == owner.get(other) else [])
+        assert (number in table.remainder.links) == (not has)
+
+
+def test_a_card_with_a_chip_switched_off_is_not_cut() -> None:
+    off = dataclasses.replace(CARD, disabled=frozenset({2}))
+    assert allowed(off) == ()
+    with pytest.raises(UsageError, match="its chip 2 is disabled"):
+        partition(off, 2)
+
+
+def test_a_table_that_was_signed_before_cards_were_grids_has_no_grid() -> None:
+    assert "boards" not in partition(CARD, 4).document(1)["card"]
+    other = dataclasses.replace(CARD, rows=2)
+    assert partition(other, 4).digest(1) != partition(CARD, 4).digest(1)
 
 
 def test_a_card_that_divides_leaves_nothing() -> None:
