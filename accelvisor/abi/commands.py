@@ -31,6 +31,7 @@ class Opcode(IntEnum):
     GRAPH_LAUNCH = 0x31
     FENCE = 0x40
     QUERY = 0x50
+    LINK_SWITCH = 0x60
 
 
 class Flag(IntFlag):
@@ -40,6 +41,10 @@ class Flag(IntFlag):
     PLAIN = 1 << 1  # depends on nothing
     SYNC = 1 << 2  # as PLAIN, and later commands may depend on it
     CONDITIONAL = 1 << 3  # depends on one SYNC; with SYNC others may depend on it in turn
+
+
+#: The kinds of commands that are not ordered, as flags.
+COMMAND_KINDS = (Flag.PLAIN, Flag.SYNC, Flag.CONDITIONAL, Flag.SYNC | Flag.CONDITIONAL)
 
 
 class Space(IntEnum):
@@ -109,6 +114,8 @@ LOAD = struct.Struct("<24s")  # MEMORY of the program's bytes
 LAUNCH = struct.Struct("<QII24s")  # program, repeat, bindings, MEMORY of a BINDING list
 QUERY = struct.Struct("<HHI24s")  # what, -, -, MEMORY to write the answer to
 GRAPH_LAUNCH = struct.Struct("<QI")  # graph, repeat
+LINK = struct.Struct("<IB")  # link (ALL_LINKS: every one), 1 up or 0 down
+ALL_LINKS = 0xFFFF_FFFF
 #: The last 16 bytes of an entry that is not ordered: chip (ANY_CHIP: whichever is free), the id
 #: that a SYNC has, the id that a CONDITIONAL depends on. Zero where an entry is ordered.
 SCHEDULE = struct.Struct("<BxHIII")  # chip, -, id, depends, -
@@ -204,6 +211,13 @@ def scheduled(entry: bytes, flags: Flag, chip: int = ANY_CHIP, own: int = 0, on:
     opcode, before, cookie = HEADER.unpack_from(entry)
     head = HEADER.pack(opcode, before | flags, cookie)
     return head + entry[HEADER.size : SCHEDULE_AT] + SCHEDULE.pack(chip, 0, own, on, 0)
+
+
+def link_switch(cookie: int, link: int, on: bool, flags: int = 0) -> bytes:
+    """Bring a link of the function up or down. Completes when it is; a link that transfers use
+    goes down when they have ended.
+    """
+    return _entry(Opcode.LINK_SWITCH, cookie, LINK.pack(link, on), flags)
 
 
 def fence(cookie: int, flags: int = 0) -> bytes:

@@ -8,19 +8,21 @@ milliseconds at most, whatever the guest asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeVar
 
 from accelvisor.abi import commands as abi
-from accelvisor.abi.commands import Opcode, Space, Transfer
-from accelvisor.abi.registers import PAGE
+from accelvisor.abi.commands import Opcode
+from accelvisor.abi.graphs import Graph
 from accelvisor.abi.status import CommandStatus
-from accelvisor.errors import NumericError, ProgramError
+from accelvisor.errors import ProgramError
 from accelvisor.function import state as s
-from accelvisor.function.dma import Dma, copy
-from accelvisor.function.launch import Codes, Launcher
+from accelvisor.function.codes import Code, Codes
+from accelvisor.function.dma import Dma
+from accelvisor.function.links import Links
 from accelvisor.function.objects import (
+    GRAPH,
     PROGRAM,
     TENSOR,
     Contexts,
@@ -29,60 +31,18 @@ from accelvisor.function.objects import (
     Refused,
     check_shape,
 )
-from accelvisor.function.pauses import Pauses, marking
+from accelvisor.function.operands import COPY_STEP, GUEST, SEGMENT_BYTES, SEGMENTS, Operands
+from accelvisor.function.pauses import Pauses, attentively, marking
 from accelvisor.function.port import Port
 from accelvisor.function.query import Queries
+from accelvisor.function.running import Result, Running, Where
 from accelvisor.function.state import State
 from accelvisor.kernels.declare import BYTES_PER_CYCLE, ISSUE_CYCLES
-from accelvisor.limits import KIB, LIMITS, MIB
+from accelvisor.limits import LIMITS
 
-Result: TypeAlias = tuple[int, int, int]
 T = TypeVar("T")
 
-#: Bytes that a copy moves between two looks at whether something else wants the engine; a segment
-#: of a scatter list counts as so many more, however short it is.
-_COPY_STEP = 4 * MIB
-_SEGMENT_BYTES = 64 * KIB
-#: Segments that are summed up, or checked against the window, between two pauses.
-_PORTION = 4096
-_SEGMENTS = _COPY_STEP // _SEGMENT_BYTES
 _BODY = 8  # operands begin after the header
-# Plain numbers: an operation on a member of an enum takes as long as a small copy.
-_SCATTER = int(Transfer.SCATTER)
-_GUEST = int(Space.GUEST)
-_WINDOW = int(Space.WINDOW)
-
-
-class Fault(Exception):  # noqa: N818 - a status on its way to the guest
-    """The command stops its context."""
-
-    def __init__(self, status: CommandStatus, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class Where(NamedTuple):
-    """Which command a handler works for: its queue, and words of its queue record and cursor."""
-
-    queue: int
-    record: int
-    cursor: int
-
-
-class Spans:
-    """A memory operand's (address, bytes) spans, as the guest listed them: 16 bytes a span."""
-
-    def __init__(self, raw: bytearray | bytes) -> None:
-        self._words = memoryview(raw).cast("Q")
-
-    def __len__(self) -> int:
-        return len(self._words) // 2
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        words = self._words
-        for n in range(0, len(words), 2):
-            yield words[n], words[n + 1]
-
 
 class Commands:
     """Handlers by opcode. Runs on the engine's thread alone."""
@@ -90,14 +50,15 @@ class Commands:
     def __init__(
         self,
         state: State,
-        window: memoryview,
-        staging: int,
+        operands: Operands,
+        running: Running,
         memory: Memory,
         objects: Objects,
         contexts: Contexts,
-        codes: Codes,
-        launcher: Launcher,
+        codes: Codes[Code],
+        graphs: Codes[Graph],
         queries: Queries,
+        links: Links,
         dma: Dma,
         port: Port,
         attention: Callable[[], bool],
@@ -105,14 +66,15 @@ class Commands:
         self._state = state
         self._u32 = state.u32
         self._u64 = state.u64
-        self._window = window
-        self._staging = staging
+        self._operands = operands
+        self.running = running
         self._memory = memory
         self._objects = objects
         self._contexts = contexts
         self._codes = codes
-        self._launcher = launcher
+        self._graphs = graphs
         self._queries = queries
+        self._links = links
         self._dma = dma
         self._port = port
         self._attention = attention
@@ -126,7 +88,11 @@ class Commands:
             Opcode.COPY_IN: self._copy_in,
             Opcode.COPY_OUT: self._copy_out,
             Opcode.LAUNCH: self._launch,
+            Opcode.GRAPH_LOAD: self._load_graph,
+            Opcode.GRAPH_UNLOAD: self._unload_graph,
+            Opcode.GRAPH_LAUNCH: self._graph,
             Opcode.QUERY: self._query,
+            Opcode.LINK_SWITCH: self._switch,
         }
 
     def context(self, where: Where) -> int:
@@ -163,20 +129,9 @@ class Commands:
 
     def close_context(self, record: int, number: int) -> Pauses[None]:
         """Destroy a context with all its objects, in steps; repeatable."""
-        yield from self._attentively(self._objects.destroy_context(number))
+        yield from attentively(self._objects.destroy_context(number), self._attention)
         self._contexts.close(number)
         self._u32[record + s.Q_CONTEXT] = 0
-
-    def _attentively(self, steps: Pauses[T]) -> Pauses[T]:
-        """Pause between steps only when something else wants the engine, or there is a wait."""
-        while True:
-            try:
-                pause = next(steps)
-            except StopIteration as stop:
-                result: T = stop.value
-                return result
-            if pause is not None or self._attention():
-                yield pause
 
     # --- objects ----------------------------------------------------------------------------------
 
@@ -190,23 +145,32 @@ class Commands:
 
     def _load(self, where: Where, entry: bytes) -> Pauses[Result]:
         context = self.context(where)
-        source = abi.parse_memory(entry[_BODY : _BODY + abi.MEMORY.size])
-        if source.length > LIMITS.program_bytes:
-            raise Refused(
-                CommandStatus.LIMIT,
-                f"a program of {source.length} bytes, the limit is {LIMITS.program_bytes}",
-            )
-        raw = yield from self._fetch(source)
-        try:
-            digest, code = yield from self._codes.load(raw)
-        except ProgramError as error:
-            text = f"{error.where}: {error.message}" if error.where else error.message
-            raise Refused(CommandStatus.PROGRAM_INVALID, text) from error
+        raw = yield from self._source(entry, LIMITS.program_bytes)
+        digest, code = yield from _valid(self._codes.load(raw))
         slot = self._intend(where)
         made = self._objects.create(
             slot, context, PROGRAM, len(raw), code.extent, digest=digest, content=raw
         )
         return 0, made.handle, 0
+
+    def _load_graph(self, where: Where, entry: bytes) -> Pauses[Result]:
+        context = self.context(where)
+        raw = yield from self._source(entry, LIMITS.graph_bytes)
+        digest, _ = yield from _valid(self._graphs.load(raw))
+        slot = self._intend(where)
+        made = self._objects.create(
+            slot, context, GRAPH, len(raw), len(raw), digest=digest, content=raw
+        )
+        return 0, made.handle, 0
+
+    def _source(self, entry: bytes, most: int) -> Pauses[bytes]:
+        """The bytes of a program or graph that is uploaded."""
+        source = abi.parse_memory(entry[_BODY : _BODY + abi.MEMORY.size])
+        if source.length > most:
+            raise Refused(
+                CommandStatus.LIMIT, f"{source.length} bytes are uploaded, the limit is {most}"
+            )
+        return (yield from self._operands.fetch(source))
 
     def _intend(self, where: Where) -> int:
         """Write down which slot the command is about to create in. Creation follows at once."""
@@ -220,96 +184,19 @@ class Commands:
     def _unload(self, where: Where, entry: bytes) -> Pauses[Result]:
         return self._destroy(where, entry, PROGRAM)
 
+    def _unload_graph(self, where: Where, entry: bytes) -> Pauses[Result]:
+        return self._destroy(where, entry, GRAPH)
+
     def _destroy(self, where: Where, entry: bytes, kind: int) -> Pauses[Result]:
         word = where.cursor + s.C_INTENT
         context = self.context(where)
         if not self._u32[word]:
             (handle,) = abi.HANDLE.unpack_from(entry, _BODY)
             self._u32[word] = self._objects.get(handle, context, kind).slot + 1
-        yield from self._attentively(self._objects.destroy(self._u32[word] - 1))
+        yield from attentively(
+            self._objects.destroy(self._u32[word] - 1), self._attention
+        )
         return 0, 0, 0
-
-    # --- memory operands --------------------------------------------------------------------------
-
-    def _spans(self, m: abi.Memory, write: bool) -> Pauses[Spans]:
-        """Resolve a memory operand to checked (address, bytes) spans.
-
-        The list is copied out of the guest's memory once; what is checked is what is used.
-        """
-        if m.space not in (_GUEST, _WINDOW) or m.transfer & ~_SCATTER:
-            raise Refused(
-                CommandStatus.BAD_DESCRIPTOR, f"space {m.space}, transfer {m.transfer:#x}"
-            )
-        if m.transfer & _SCATTER:
-            spans = yield from self._list(m)
-        elif m.count:
-            raise Refused(CommandStatus.BAD_DESCRIPTOR, "a segment count without SCATTER")
-        else:
-            spans = Spans(abi.SEGMENT.pack(m.address, m.length))
-        if m.space == _GUEST:
-            # One span that moves in one step is checked by that step.
-            if len(spans) > 1 or m.length > _COPY_STEP:
-                yield from self._attentively(self._dma.check(spans, write))
-            return spans
-        for n, (address, count) in enumerate(spans):
-            self._check_window(address, count)
-            if n % _PORTION == _PORTION - 1 and self._attention():
-                yield None
-        return spans
-
-    def _list(self, m: abi.Memory) -> Pauses[Spans]:
-        """A scatter list. Its segments together are as long as the operand says."""
-        if not 1 <= m.count <= LIMITS.scatter_segments:
-            raise Refused(
-                CommandStatus.LIMIT, f"{m.count} segments, the limit is {LIMITS.scatter_segments}"
-            )
-        raw = bytearray(m.count * abi.SEGMENT.size)
-        yield from self._port.passing(len(raw))
-        yield from self._move(m.space, m.address, memoryview(raw), write=False)
-        spans = Spans(raw)
-        total = 0
-        for n, (_, count) in enumerate(spans):
-            total += count
-            if n % _PORTION == _PORTION - 1 and self._attention():
-                yield None
-        if total != m.length:
-            raise Refused(
-                CommandStatus.BAD_DESCRIPTOR,
-                f"the segments hold {total} bytes, the operand {m.length}",
-            )
-        return spans
-
-    def _check_window(self, address: int, count: int) -> None:
-        if not self._staging <= address <= len(self._window) - count:
-            raise Fault(
-                CommandStatus.BAD_ADDRESS, f"{count} bytes at {address:#x} leave the staging area"
-            )
-
-    def _move(self, space: int, address: int, view: memoryview, *, write: bool) -> Pauses[None]:
-        """One span between the guest's memory and ``view`` (written to the guest, or filled)."""
-        if space == _GUEST:
-            yield from (self._dma.write if write else self._dma.read)(address, view)
-            return
-        self._check_window(address, len(view))
-        window = self._window[address : address + len(view)]
-        if write:
-            copy(window, view)
-        else:
-            copy(view, window)
-
-    def _fetch(self, source: abi.Memory) -> Pauses[bytes]:
-        """A small memory operand, whole."""
-        raw = bytearray(source.length)
-        at = 0
-        spans = yield from self._spans(source, write=False)
-        for n, (address, count) in enumerate(spans):
-            part = memoryview(raw)[at : at + count]
-            yield from self._port.passing(count)
-            yield from self._move(source.space, address, part, write=False)
-            at += count
-            if n % _SEGMENTS == _SEGMENTS - 1 and self._attention():
-                yield None
-        return bytes(raw)
 
     # --- copies -----------------------------------------------------------------------------------
 
@@ -330,7 +217,7 @@ class Commands:
                 f"{m.length} bytes at {offset}, the tensor has {tensor.nbytes}",
             )
         device = tensor.address + offset
-        if m.space == _GUEST and not m.transfer and not m.count and m.length <= _COPY_STEP:
+        if m.space == GUEST and not m.transfer and not m.count and m.length <= COPY_STEP:
             # By far the most frequent: one span that moves, and is checked, in one step.
             part = self._memory.part(device, m.length)
             dma, port = self._dma, self._port
@@ -350,10 +237,10 @@ class Commands:
         self, where: Where, m: abi.Memory, device: int, write: bool
     ) -> Pauses[Result]:
         """The general case: any number of spans, from the position in the cursor on."""
-        spans = yield from self._spans(m, write)
+        spans = yield from self._operands.spans(m, write)
         done_at = (where.cursor + s.C_POSITION64) // 2
         skip = self._u64[done_at]
-        stride = self._dma.stride if m.space == _GUEST else _whole
+        stride = self._dma.stride if m.space == GUEST else _whole
         passed = 0
         since = 0
         for address, count in spans:
@@ -365,7 +252,7 @@ class Commands:
                 if turn is not None:
                     yield turn
                 part = self._memory.part(here, step)
-                moving = self._move(m.space, address + at, part, write=write)
+                moving = self._operands.move(m.space, address + at, part, write=write)
                 if not write:
                     moving = marking(moving, partial(self._memory.wrote, here, step))
                 yield from moving
@@ -375,89 +262,21 @@ class Commands:
                     if self._attention():
                         yield None
             passed += count
-            since += count + _SEGMENT_BYTES
-            if since >= _COPY_STEP:
+            since += count + SEGMENT_BYTES
+            if since >= COPY_STEP:
                 since = 0
                 self._u64[done_at] = max(skip, passed)
                 if self._attention():
                     yield None
         return self._copied(m.length, write)
 
-    # --- launch -----------------------------------------------------------------------------------
+    # --- programs and graphs that run -------------------------------------------------------------
 
     def _launch(self, where: Where, entry: bytes) -> Pauses[Result]:
-        context = self.context(where)
-        handle, repeat, count, raw = abi.LAUNCH.unpack_from(entry, _BODY)
-        program = self._objects.get(handle, context, PROGRAM)
-        code = yield from self._codes.of(program, self._memory)
-        if not repeat:
-            raise Refused(CommandStatus.BAD_DESCRIPTOR, "repeat is 0")
-        if count != len(code.arguments):
-            raise Refused(
-                CommandStatus.BINDING_MISMATCH,
-                f"{count} bindings, the program has {len(code.arguments)} arguments",
-            )
-        bindings = yield from self._bindings(where, abi.parse_memory(raw), count)
-        launch = yield from self._attentively(
-            self._launcher.resolve(program, context, code, bindings)
-        )
-        if launch.scratch:
-            self._launcher.place(launch, self._scratch(where, launch.scratch))
-        try:
-            yield from self._launcher.run(launch, where.cursor, repeat, self._attention)
-        except NumericError as error:
-            raise Fault(CommandStatus.NUMERIC, error.message) from error
-        self._state.count("launches")
-        return 0, 0, (code.cycles * repeat) & 0xFFFF_FFFF_FFFF_FFFF
+        return self.running.launch(where, self.context(where), entry)
 
-    def _bindings(self, where: Where, source: abi.Memory, count: int) -> Pauses[bytes]:
-        """The bindings: fetched once, then kept in the state, the guest may change its own."""
-        at = s.bindings_at(where.queue)
-        size = count * abi.BINDING.size
-        if not self._u32[where.cursor + s.C_BINDINGS]:
-            if source.length != size:
-                raise Refused(
-                    CommandStatus.BAD_DESCRIPTOR, f"{source.length} bytes for {count} bindings"
-                )
-            if count:
-                self._state.u8[at : at + size] = yield from self._fetch(source)
-            self._u32[where.cursor + s.C_BINDINGS] = count + 1
-        return bytes(self._state.u8[at : at + size])
-
-    def _scratch(self, where: Where, nbytes: int) -> int:
-        size = (where.cursor + s.C_SCRATCH_BYTES64) // 2
-        address = (where.cursor + s.C_SCRATCH64) // 2
-        if not self._u64[size]:
-            extent = (nbytes + PAGE - 1) // PAGE * PAGE
-            self._u64[address] = self._memory.find(extent)
-            self._u64[size] = extent
-            self._memory.claim(self._u64[address], extent)
-        return self._u64[address]
-
-    def holds(self, where: Where) -> bool:
-        """Whether a command holds anything beside its objects."""
-        return bool(
-            self._u64[(where.cursor + s.C_SCRATCH_BYTES64) // 2]
-            or self._u32[where.cursor + s.C_BINDINGS] > 1
-        )
-
-    def release(self, where: Where) -> Pauses[None]:
-        """Give back what a command held beside its objects, in steps; repeatable."""
-        size = (where.cursor + s.C_SCRATCH_BYTES64) // 2
-        if self._u64[size]:
-            address = self._u64[(where.cursor + s.C_SCRATCH64) // 2]
-            yield from self._attentively(self._memory.scrub(address, self._u64[size]))
-            self._memory.release(address, self._u64[size])
-            self._u64[size] = 0
-        kept = self._u32[where.cursor + s.C_BINDINGS]
-        if kept > 1:
-            self._state.zero(s.bindings_at(where.queue), (kept - 1) * abi.BINDING.size)
-
-    def reclaim(self, where: Where) -> None:
-        """Tell the allocator about scratch that a predecessor's cursor holds."""
-        size = self._u64[(where.cursor + s.C_SCRATCH_BYTES64) // 2]
-        if size:
-            self._memory.claim(self._u64[(where.cursor + s.C_SCRATCH64) // 2], size)
+    def _graph(self, where: Where, entry: bytes) -> Pauses[Result]:
+        return self.running.graph(where, self.context(where), entry)
 
     def recover(self, where: Where, opcode: int, entry: bytes) -> Result | None:
         """Finish a command whose worker died between its intent and its end, before any other
@@ -467,13 +286,13 @@ class Commands:
         intent = self._u32[word]
         if not intent:
             return None
-        if opcode in (Opcode.TENSOR_CREATE, Opcode.PROGRAM_LOAD):
+        if opcode in (Opcode.TENSOR_CREATE, Opcode.PROGRAM_LOAD, Opcode.GRAPH_LOAD):
             made = self._objects.at(intent - 1)
             if made is not None:
                 return 0, made.handle, 0
             self._u32[word] = 0
             return None
-        if opcode in (Opcode.TENSOR_DESTROY, Opcode.PROGRAM_UNLOAD):
+        if opcode in (Opcode.TENSOR_DESTROY, Opcode.PROGRAM_UNLOAD, Opcode.GRAPH_UNLOAD):
             # A slot that is free already must not be looked at later: another may have taken it.
             return None if self._objects.at(intent - 1) is not None else (0, 0, 0)
         if opcode == Opcode.CONTEXT_CLOSE:
@@ -486,6 +305,16 @@ class Commands:
         result = self.table[opcode](where, entry)
         return result if isinstance(result, tuple) else None
 
+    # --- links ------------------------------------------------------------------------------------
+
+    def _switch(self, where: Where, entry: bytes) -> Pauses[Result]:
+        self.context(where)
+        link, on = abi.LINK.unpack_from(entry, _BODY)
+        if on > 1:
+            raise Refused(CommandStatus.BAD_DESCRIPTOR, f"a link is switched to 0 or 1, not {on}")
+        cycles = yield from self._links.switch(link, bool(on))
+        return 0, 0, cycles
+
     # --- query ------------------------------------------------------------------------------------
 
     def _query(self, where: Where, entry: bytes) -> Pauses[Result]:
@@ -496,15 +325,24 @@ class Commands:
         if len(answer) > min(target.length, LIMITS.query_bytes):
             return CommandStatus.BUFFER_TOO_SMALL, len(answer), 0
         view = memoryview(answer)
-        spans = yield from self._spans(target, write=True)
+        spans = yield from self._operands.spans(target, write=True)
         for n, (address, count) in enumerate(spans):
             part, view = view[:count], view[count:]
             if part:
                 yield from self._port.passing(len(part))
-                yield from self._move(target.space, address, part, write=True)
-            if n % _SEGMENTS == _SEGMENTS - 1 and self._attention():
+                yield from self._operands.move(target.space, address, part, write=True)
+            if n % SEGMENTS == SEGMENTS - 1 and self._attention():
                 yield None
         return 0, len(answer), 0
+
+
+def _valid(loading: Pauses[T]) -> Pauses[T]:
+    """The same steps; what they find invalid is refused."""
+    try:
+        return (yield from loading)
+    except ProgramError as error:
+        text = f"{error.where}: {error.message}" if error.where else error.message
+        raise Refused(CommandStatus.PROGRAM_INVALID, text) from error
 
 
 def _whole(address: int, count: int) -> int:

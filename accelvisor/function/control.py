@@ -91,6 +91,8 @@ class Control:
             "thaw": _plain(self._thaw),
             "reset": _plain(self._reset),
             "statistics": _plain(lambda: self._device.queries.statistics()),
+            "trace": _plain(lambda: self._device.queries.trace()),
+            "fabric": _plain(lambda: self._device.links.describe()),
             "objects": _plain(lambda: {"contexts": self._device.queries.objects()}),
             "describe": _plain(moving.describe),
             "migrate": _with("to", str, moving.walk),

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from accelvisor.abi.registers import BAR0_BYTES, BAR_REGISTERS, BAR_WINDOW, PAGE
 from accelvisor.errors import DeadlineError
+from accelvisor.function import codes
 from accelvisor.function import shape as shapes
 from accelvisor.function import state as s
 from accelvisor.function.commands import Commands
@@ -26,18 +27,22 @@ from accelvisor.function.dma import AddressMap, Dma
 from accelvisor.function.engine import Engine
 from accelvisor.function.frontend import Frontend
 from accelvisor.function.interrupts import Interrupts, take_eventfd
-from accelvisor.function.launch import Codes, Launcher
+from accelvisor.function.launch import Launcher
+from accelvisor.function.links import Links
 from accelvisor.function.migrate import Migration
 from accelvisor.function.objects import Contexts, Memory, Objects
+from accelvisor.function.operands import Operands
 from accelvisor.function.pci import CONFIG_BYTES, ConfigSpace
 from accelvisor.function.pool import Pool
 from accelvisor.function.port import Port
 from accelvisor.function.query import Queries
 from accelvisor.function.registers import Registers
 from accelvisor.function.remote import RemoteDma
+from accelvisor.function.running import Running
 from accelvisor.function.shape import Shape
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import State
+from accelvisor.function.trace import Trace
 from accelvisor.function.track import Track
 from accelvisor.isolation.segments import SegmentTable
 from accelvisor.limits import LIMITS
@@ -97,7 +102,7 @@ class Device:
         self.config = ConfigSpace(state, spec.window_bytes)
         self.interrupts = Interrupts(state)
         self.maps = AddressMap(state, descriptors.files)
-        self.engine = Engine(state, self._reset_on_engine)
+        self.engine = Engine(state, self._reset_on_engine, spec.chips, spec.cores)
         self.remote = RemoteDma(self.engine.nudge, starts * 4099)
         self.track = Track(state, track_fd, spec.memory_bytes)
         self.memory = Memory(self._map_memory(memory_fd), _table(self.shape), self.track)
@@ -116,15 +121,28 @@ class Device:
         )
         self.pool = Pool(max(1, spec.cores))
         self.port = Port(state, self.engine.nudge)
-        codes = Codes(self.engine.nudge)
-        launcher = Launcher(state, self.memory, self.objects, self.pool)
-        self.queries = Queries(state, spec, self.memory, self.objects, self.contexts)
+        self.trace = Trace()
+        self.links = Links(state, spec.fabric)
+        programs = codes.programs(self.engine.nudge)
+        graphs = codes.graphs(self.engine.nudge)
+        self.launcher = Launcher(state, self.memory, self.objects, self.links)
+        self.queries = Queries(
+            state, spec, self.memory, self.objects, self.contexts, self.trace, self.links
+        )
+        attention = self.engine.attention
+        operands = Operands(
+            self.window, spec.layout.staging, self.dma, self.port, attention
+        )
+        running = Running(
+            state, self.memory, self.objects, programs, graphs, self.launcher, self.engine.engines,
+            self.pool, self.trace, attention, operands.fetch,
+        )  # fmt: skip
         self.commands = Commands(
-            state, self.window, spec.layout.staging, self.memory, self.objects, self.contexts,
-            codes, launcher, self.queries, self.dma, self.port, self.engine.attention,
+            state, operands, running, self.memory, self.objects, self.contexts, programs, graphs,
+            self.queries, self.links, self.dma, self.port, attention,
         )  # fmt: skip
         self.frontend = Frontend(
-            state, self.window, spec.layout, self.commands, self.contexts,
+            state, self.window, spec.layout, self.commands, self.contexts, spec.chips,
             self.interrupts.set_cause,
         )  # fmt: skip
         self.frontend.revoked = self.shape.revoked
@@ -141,6 +159,7 @@ class Device:
     def stop(self) -> None:
         """End the engine and its cores."""
         self.engine.stop()
+        self.engine.engines.close()
         self.pool.close()
 
     # --- what register writes set in motion (registers.Actions) -----------------------------------
@@ -164,7 +183,7 @@ class Device:
         """Each step may be repeated by another worker; the last makes it done."""
         state, frontend = self.state, self.frontend
         for lane in frontend.lanes:
-            lane.drop()
+            frontend.drop(lane)
             state.u32[lane.record] = 0
             state.zero(lane.record * 4, s.QUEUE_BYTES)
             state.zero(lane.cursor * 4, s.CURSOR_BYTES)
@@ -174,6 +193,8 @@ class Device:
         for context in range(s.CONTEXTS):
             self.contexts.close(context)
         state.zero(s.BINDINGS_AT, s.DIGEST_END - s.BINDINGS_AT)
+        for lane in frontend.lanes:
+            frontend.unordered.reload(lane)
         self.interrupts.clear()
         state.u32[s.R_SCRATCH] = 0
         state.u32[s.R_FAULTS] = 0
@@ -210,8 +231,7 @@ class Device:
         self.memory.forget()
         self.objects.reload()
         for lane in self.frontend.lanes:
-            lane.drop()
-            self.commands.reclaim(lane.where)
+            self.frontend.reload(lane)
 
     def replace_memory(self, fd: int) -> None:
         """Another file is device memory from here on; its content must be described by the state
@@ -230,6 +250,7 @@ class Device:
         self.memory.replace(self._map_memory(self.memory_fd), _table(shape))
         self.registers.reshape(self.spec)
         self.pool.resize(max(1, shape.cores))
+        self.engine.engines.resize(max(1, shape.cores))
         self.frontend.revoked = shape.revoked
         self.reload()
 

@@ -20,8 +20,10 @@ from collections.abc import Callable, Sequence
 from accelvisor.abi.registers import QueueControl, QueueStatus
 from accelvisor.errors import DeadlineError
 from accelvisor.function import state as s
-from accelvisor.function.frontend import Frontend, Lane
-from accelvisor.function.pauses import Timed
+from accelvisor.function.chips import Engines
+from accelvisor.function.frontend import Frontend
+from accelvisor.function.lanes import Lane
+from accelvisor.function.pauses import Timed, Waiting
 from accelvisor.function.placement import lower_priority
 from accelvisor.function.state import State
 
@@ -48,6 +50,8 @@ class Engine:
         self,
         state: State,
         reset: Callable[[], None],
+        chips: int = 1,
+        cores: int = 1,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._state = state
@@ -69,6 +73,8 @@ class Engine:
         #: percent of the time that commands get
         self._share = 100
         self._rang = 0.0
+        #: what runs on the chips; stands still whenever this thread carries out a request
+        self.engines = Engines(chips, cores, lambda: self._attend, self.nudge)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self, frontend: Frontend) -> None:
@@ -135,7 +141,7 @@ class Engine:
         it can be copied is slowed down. A worker's successor begins with all of it again.
         """
         with self._flags:
-            self._share = percent
+            self._share = self.engines.share = percent
             self._wake()
 
     def request_reset(self, timeout_s: float) -> None:
@@ -215,6 +221,7 @@ class Engine:
     def _service(self, frontend: Frontend) -> bool:
         """Carry out requests; stay here while frozen. False when the thread is to end."""
         u32 = self._u32
+        self.engines.hold()
         while True:
             self._event.clear()
             self._parked = False
@@ -229,6 +236,7 @@ class Engine:
                     self._parked = bool(frozen)
                     self._settled.notify_all()
                 if not frozen:
+                    self.engines.release()
                     return True
                 self._park(frontend, bool(frozen & s.FREEZE_MIGRATION))
 
@@ -239,7 +247,8 @@ class Engine:
         while not self._attend:
             closing = [] if still else self._closing(frontend)
             if not self._close(frontend, closing):
-                self._event.wait(self._patience(closing) if closing else None)
+                waited = [lane.blocked for lane in closing]
+                self._event.wait(self._patience(waited) if waited else None)
                 self._event.clear()
 
     def _closing(self, frontend: Frontend) -> list[Lane]:
@@ -278,7 +287,9 @@ class Engine:
         turns = [(lane, [other for other in lanes if other is not lane]) for lane in lanes]
         while not self._attend:
             progress = self._close(frontend, closing) if closing else False
+            progress |= frontend.unordered.advance()
             for lane, rivals in turns:
+                frontend.visit(lane)
                 began, share = clock(), self._share
                 self._deadline = began + QUANTUM_S
                 self._rivals = None if closing or share < 100 else rivals
@@ -288,7 +299,7 @@ class Engine:
                         break
                 if share < 100:
                     self._hold_back((clock() - began) * (100 - share) / share)
-            if not progress and not self._attend:
+            if not progress and not frontend.unordered.scheduler.advance() and not self._attend:
                 self._rest(frontend, lanes, closing)
 
     def _hold_back(self, seconds: float) -> None:
@@ -302,11 +313,9 @@ class Engine:
             self._event.wait(left)
 
     @staticmethod
-    def _patience(lanes: Sequence[Lane]) -> float:
-        """Seconds after which what these lanes wait for has to be asked."""
-        return min(
-            lane.blocked.left_s() if isinstance(lane.blocked, Timed) else _LOOK_S for lane in lanes
-        )
+    def _patience(waited: Sequence[Waiting | None]) -> float:
+        """Seconds after which what is waited for has to be asked."""
+        return min(item.left_s() if isinstance(item, Timed) else _LOOK_S for item in waited)
 
     def _rest(self, frontend: Frontend, lanes: list[Lane], closing: list[Lane]) -> None:
         """Spin a little, then sleep until a doorbell, a request or a reply."""
@@ -325,8 +334,10 @@ class Engine:
         if not self._attend and not any(pending(lane) for lane in lanes):
             self._state.count("sleeps")
             began = clock()
-            waiting = closing + [lane for lane in lanes if lane.blocked is not None]
-            self._event.wait(self._patience(waiting) if waiting else None)
+            waited = [lane.blocked for lane in closing]
+            waited += [lane.blocked for lane in lanes if lane.blocked is not None]
+            waited += frontend.unordered.blocked()
+            self._event.wait(self._patience(waited) if waited else None)
             # A doorbell that came at once would have been saved by a little more spinning. When it
             # was rung counts, not when this thread got a core again.
             slept = (self._rang if self._rang >= began else clock()) - began

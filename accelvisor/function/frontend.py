@@ -1,6 +1,7 @@
 """The front end: from ring entries to handlers, and from results to completion entries.
 
-One command of a queue is in progress at a time. Its life in the cursor record: RUNNING with the
+One *ordered* command of a queue is in progress at a time, and then nothing else of that queue; what
+is not ordered has a room of its own (unordered.py). Its life in the cursor record: RUNNING with the
 device's own copy of the entry; RESULT once status, value and the queue's new cycle count are
 decided; then the completion entry, the counts and at last an idle cursor. Whatever was reached
 when a worker died, going through it again ends in the same bytes, so no command is lost and none
@@ -15,31 +16,26 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable, Sequence
-from zlib import crc32
 
 from accelvisor.abi.commands import COMPLETION, Flag, Opcode
 from accelvisor.abi.registers import (
     COMMAND_BYTES,
     COMPLETION_BYTES,
-    CQ_HEAD,
-    CQ_TAIL,
-    NEED_WAKEUP,
     PAGE,
-    SQ_HEAD,
     SQ_TAIL,
     Interrupt,
     QueueStatus,
     WindowLayout,
 )
 from accelvisor.abi.status import CommandStatus
-from accelvisor.function import blame
 from accelvisor.function import state as s
-from accelvisor.function.commands import Commands, Fault, Result, Where
-from accelvisor.function.dma import DmaFault
+from accelvisor.function.commands import Commands
+from accelvisor.function.lanes import Lane, judge
 from accelvisor.function.objects import Contexts, Refused
 from accelvisor.function.pauses import Pauses, Waiting, finish
+from accelvisor.function.running import Fault, Result
 from accelvisor.function.state import State
-from accelvisor.isolation.segments import Unmapped
+from accelvisor.function.unordered import Unordered, blamed
 from accelvisor.limits import LIMITS
 
 log = logging.getLogger(__name__)
@@ -48,56 +44,14 @@ _M32 = 0xFFFF_FFFF
 _M64 = 0xFFFF_FFFF_FFFF_FFFF
 _ENTRY = struct.Struct("<16I")
 _LIGHT = frozenset((int(Opcode.NOP), int(Opcode.FENCE)))
+_PLAIN = int(Flag.PLAIN)
+_UNORDERED = int(Flag.PLAIN | Flag.SYNC | Flag.CONDITIONAL)
 #: What shows that the guest's programs get somewhere: faults before it are forgotten. Opening a
 #: context, or filling a tensor, is what a program does that faults then.
-_WORK = frozenset((int(Opcode.LAUNCH), int(Opcode.CONTEXT_CLOSE)))
+_WORK = frozenset((int(Opcode.LAUNCH), int(Opcode.GRAPH_LAUNCH), int(Opcode.CONTEXT_CLOSE)))
 _INTERRUPT = int(Flag.INTERRUPT)
 _ENABLED = int(QueueStatus.ENABLED)
 _FAULTED = int(QueueStatus.FAULTED)
-
-
-class Lane:
-    """Where one queue's words lie, and its command in progress as this worker runs it."""
-
-    __slots__ = (
-        "blocked", "closing", "completion", "cq_head", "cq_tail", "cursor", "index", "need_wakeup",
-        "record", "release", "sq_head", "sq_tail", "submission", "task", "where",
-    )  # fmt: skip
-
-    def __init__(self, index: int, layout: WindowLayout) -> None:
-        control = layout.control(index)
-        self.index = index
-        self.record = s.queue_word(index)
-        self.cursor = s.cursor_word(index)
-        self.where = Where(index, self.record, self.cursor)
-        self.submission = layout.submission(index)
-        self.completion = layout.completion(index)
-        self.sq_tail = (control + SQ_TAIL) // 4
-        self.sq_head = (control + SQ_HEAD) // 4
-        self.cq_head = (control + CQ_HEAD) // 4
-        self.cq_tail = (control + CQ_TAIL) // 4
-        self.need_wakeup = (control + NEED_WAKEUP) // 4
-        self.task: Pauses[Result] | None = None
-        self.release: Pauses[None] | None = None
-        self.closing: Pauses[None] | None = None
-        #: what the task, or the closing, waits for
-        self.blocked: Waiting | None = None
-
-    def drop(self) -> None:
-        """Forget what is in progress; what it has reached is in the state."""
-        for work in (self.task, self.release, self.closing):
-            if work is not None:
-                work.close()
-        self.task = self.release = self.closing = self.blocked = None
-
-    def waits(self) -> bool:
-        """Whether what is in progress waits, and what it waits for is not there yet."""
-        if self.blocked is None:
-            return False
-        if not self.blocked.ready():
-            return True
-        self.blocked = None
-        return False
 
 
 class Frontend:
@@ -110,6 +64,7 @@ class Frontend:
         layout: WindowLayout,
         commands: Commands,
         contexts: Contexts,
+        chips: int,
         set_cause: Callable[[int], None],
     ) -> None:
         self._state = state
@@ -123,10 +78,12 @@ class Frontend:
         self._contexts = contexts
         self._set_cause = set_cause
         self.lanes = [Lane(i, layout) for i in range(layout.queues)]
+        self.unordered = Unordered(
+            state, window, layout.entries, self.lanes, commands, chips, set_cause, self._stop,
+            self._note, self._worked,
+        )  # fmt: skip
         #: Queues whose command in progress a predecessor began.
         self._inherited: set[int] = set()
-        #: What the predecessor's death counts (blame.py).
-        self.points = blame.CRASH
         #: The function has no part of a card any more: no command is carried out.
         self.revoked = False
         #: Called when ``LIMITS.fault_row`` contexts faulted, and no program ran in between.
@@ -142,13 +99,15 @@ class Frontend:
             return False
         if u32[lane.cursor + s.C_PHASE]:
             return lane.blocked is None or lane.blocked.ready()
-        done = u32[lane.record + s.Q_DONE]
-        waiting = self._words[lane.sq_tail] - done & _M32
-        if not waiting:
+        if self.unordered.pending(lane):
+            return True
+        taken = u32[lane.record + s.Q_TAKEN]
+        waiting = self._words[lane.sq_tail] - taken & _M32
+        if not waiting or lane.stalled == self.unordered.ended:
             return False
         if waiting > self._entries:
             return status == _ENABLED
-        return (done - self._words[lane.cq_head] & _M32) < self._entries
+        return (taken - self._words[lane.cq_head] & _M32) < self._entries
 
     def serve(self, lane: Lane) -> bool:
         """Do a bounded amount of the lane's work. False when there was none."""
@@ -158,32 +117,62 @@ class Frontend:
                 return False
             self._advance(lane)
             return True
+        unordered = self.unordered
+        if lane.stalled == unordered.ended:
+            return False
+        others = unordered.outstanding(lane)
+        if others and unordered.scheduler.lanes[lane.index].ready:
+            return unordered.front(lane)
         words = self._words
-        done = u32[lane.record + s.Q_DONE]
-        waiting = words[lane.sq_tail] - done & _M32
+        taken = u32[lane.record + s.Q_TAKEN]
+        waiting = words[lane.sq_tail] - taken & _M32
         if not waiting:
             return False
         entries = self._entries
         if waiting > entries:
             return self._overrun(lane, waiting)
-        room = entries - (done - words[lane.cq_head] & _M32)
+        room = entries - (taken - words[lane.cq_head] & _M32)
         if room <= 0:
             return False
-        slot = done % entries
+        slot = taken % entries
         at = lane.submission + slot * COMMAND_BYTES
         entry = bytes(self._window[at : at + COMMAND_BYTES])
         if entry[0] not in _LIGHT or entry[1]:
-            self._begin(lane, entry)
-            return True
-        count = min(waiting, room, entries - slot)
+            return self._next(lane, entry, others)
+        done = u32[lane.record + s.Q_DONE]
+        count = min(waiting, room, entries - slot, entries - done % entries)
         # What is read anew the guest may have changed: from here on only the block counts.
         block = entry if count == 1 else bytes(self._window[at : at + count * COMMAND_BYTES])
-        if not self._light(lane, done, slot, block, count):
-            self._begin(lane, block[:COMMAND_BYTES])
+        if not self._light(lane, done, taken, block, count, bool(others)):
+            return self._next(lane, block[:COMMAND_BYTES], others)
         return True
 
-    def _light(self, lane: Lane, done: int, slot: int, block: bytes, count: int) -> int:
-        """Complete the leading run of NOPs and FENCEs of ``block``; returns how many they were."""
+    def _next(self, lane: Lane, entry: bytes, others: int) -> bool:
+        """Begin the ring's next command, unless it has to stay there."""
+        if entry[2] & _UNORDERED:
+            return self.unordered.take(lane, entry)
+        if others:
+            lane.stalled = self.unordered.ended
+            return False
+        self._begin(lane, entry)
+        return True
+
+    def visit(self, lane: Lane) -> None:
+        """The lane's turn begins."""
+        scheduler = self.unordered.scheduler
+        if scheduler.lanes[lane.index].ready or (
+            self._words[lane.sq_tail] != self._u32[lane.record + s.Q_TAKEN]
+        ):
+            scheduler.visit(lane.index)
+        else:
+            scheduler.leave(lane.index)
+
+    def _light(
+        self, lane: Lane, done: int, taken: int, block: bytes, count: int, others: bool
+    ) -> int:
+        """Complete the leading run of NOPs and FENCEs of ``block``, ordered (not where ``others``
+        are outstanding) or plain; returns how many they were.
+        """
         status = 0
         if self._u32[lane.record] == _FAULTED:
             status = int(self._stopped)
@@ -191,30 +180,37 @@ class Frontend:
         out = bytearray(count * COMPLETION_BYTES)
         pack = COMPLETION.pack_into
         flags = 0
-        taken = 0
-        for taken_at in range(0, count * 16, 16):
-            head = words[taken_at]
+        ended = 0
+        for at in range(0, count * 16, 16):
+            head = words[at]
             opcode = head & 0xFFFF
             if opcode not in _LIGHT:
                 break
+            kind = head >> 16 & _UNORDERED
+            if kind:
+                if kind != _PLAIN or opcode or words[at + 13] | words[at + 14] | words[at + 15]:
+                    break
+            elif others:
+                break
             flags |= head >> 16
-            pack(out, taken * COMPLETION_BYTES, words[taken_at + 1], status, opcode, 0, 0, 0)
-            taken += 1
-        if taken:
-            at = lane.completion + slot * COMPLETION_BYTES
-            size = taken * COMPLETION_BYTES
+            pack(out, ended * COMPLETION_BYTES, words[at + 1], status, opcode, 0, 0, 0)
+            ended += 1
+        if ended:
+            at = lane.completion + done % self._entries * COMPLETION_BYTES
+            size = ended * COMPLETION_BYTES
             self._window[at : at + size] = memoryview(out)[:size]
-            self._move(lane, done + taken & _M32)
-            self._u64[_COMMANDS] += taken
+            self._move(lane, done + ended & _M32, taken + ended & _M32)
+            self._u64[_COMMANDS] += ended
             if flags & _INTERRUPT:
                 self._set_cause(Interrupt.COMPLETION)
-        return taken
+        return ended
 
-    def _move(self, lane: Lane, done: int) -> None:
+    def _move(self, lane: Lane, done: int, taken: int) -> None:
         """The completion entries before ``done`` count from here on."""
         self._u32[lane.record + s.Q_DONE] = done
+        self._u32[lane.record + s.Q_TAKEN] = taken
         self._words[lane.cq_tail] = done
-        self._words[lane.sq_head] = done
+        self._words[lane.sq_head] = taken
 
     def _overrun(self, lane: Lane, waiting: int) -> bool:
         """The tail is further ahead than the ring is long: the guest's driver is broken."""
@@ -232,11 +228,11 @@ class Frontend:
             status = self._u32[lane.record]
             if not status or self._u32[lane.cursor + s.C_PHASE]:
                 continue
-            done = self._u32[lane.record + s.Q_DONE]
-            waiting = self._words[lane.sq_tail] - done & _M32
+            taken = self._u32[lane.record + s.Q_TAKEN]
+            waiting = self._words[lane.sq_tail] - taken & _M32
             if waiting > self._entries:
                 self._overrun(lane, waiting)
-            self._move(lane, done)
+            self._move(lane, self._u32[lane.record + s.Q_DONE], taken)
 
     def announce_sleep(self, lanes: Sequence[Lane], asleep: bool) -> None:
         """Tell the guest whether a moved tail needs a doorbell."""
@@ -266,15 +262,16 @@ class Frontend:
             result = self._step(lane, opcode, entry)
             if result is not None:
                 self._finish(lane, *result)
-        except Refused as refusal:
-            self._refuse(lane, entry, refusal.status, str(refusal))
-        except (DmaFault, Fault) as fault:
-            self._fault(lane, entry, fault.status, str(fault))
-        except Unmapped as fault:
-            self._fault(lane, entry, CommandStatus.BAD_ADDRESS, str(fault))
         except Exception as error:
-            log.exception("queue %d: command %#x failed", lane.index, opcode)
-            self._fault(lane, entry, CommandStatus.DEVICE_ERROR, f"{type(error).__name__}: {error}")
+            status, text, stops = judge(error, f"queue {lane.index}: command {opcode:#x}")
+            cookie = int.from_bytes(entry[4:8], "little")
+            lane.task = None
+            self._note(lane, status, cookie, text)
+            if stops:
+                self._stop(lane, status, cookie, text)
+            else:
+                self._state.count("refusals")
+            self._finish(lane, status, 0, 0)
 
     def _step(self, lane: Lane, opcode: int, entry: bytes) -> Result | None:
         task = lane.task
@@ -285,7 +282,7 @@ class Frontend:
                 return self._stopped, 0, 0
             if self._inherited and lane.index in self._inherited:
                 self._inherited.discard(lane.index)
-                self._blame(lane.cursor)
+                blamed(self._state, lane.where, self.points)
             if self.revoked and opcode != Opcode.QUERY:
                 raise Fault(CommandStatus.REVOKED, "the function was revoked")
             handler = self._commands.table.get(opcode)
@@ -308,38 +305,25 @@ class Frontend:
         """What commands of a context that has stopped complete with."""
         return CommandStatus.REVOKED if self.revoked else CommandStatus.CONTEXT_STOPPED
 
-    def _blame(self, cursor: int) -> None:
-        """Count one more worker that died over a command without bringing it further.
-
-        Raises:
-            Fault: DEVICE_ERROR, they were too many for chance.
-        """
-        u32, first = self._u32, (cursor + s.C_BINDINGS) * 4
-        reached = crc32(self._u8[first : (cursor + s.C_VALUE64) * 4])
-        if u32[cursor + s.C_REACHED] != reached:
-            u32[cursor + s.C_DEATHS] = 0
-            u32[cursor + s.C_REACHED] = reached
-        u32[cursor + s.C_DEATHS] += self.points
-        if u32[cursor + s.C_DEATHS] >= blame.MOST:
-            raise Fault(CommandStatus.DEVICE_ERROR, "worker after worker died over the command")
-
-    def _refuse(self, lane: Lane, entry: bytes, status: CommandStatus, text: str) -> None:
-        self._state.count("refusals")
-        self._note(lane, status, entry, text)
-        self._finish(lane, status, 0, 0)
-
-    def _fault(self, lane: Lane, entry: bytes, status: CommandStatus, text: str) -> None:
-        self._note(lane, status, entry, text)
-        self._stop(lane, status, int.from_bytes(entry[4:8], "little"), text)
-        self._finish(lane, status, 0, 0)
-
-    def _note(self, lane: Lane, status: int, entry: bytes, text: str) -> None:
-        lane.task = None
+    def _note(self, lane: Lane, status: CommandStatus, cookie: int, text: str) -> None:
         number = self._u32[lane.record + s.Q_CONTEXT]
         # The fault that stopped a context stays readable, whatever queries are refused later.
         if number and self._u32[lane.record] != _FAULTED:
-            cookie = int.from_bytes(entry[4:8], "little")
             self._contexts.note(number - 1, status, cookie, text)
+
+    @property
+    def points(self) -> int:
+        """What the predecessor's death counts (blame.py)."""
+        return self.unordered.points
+
+    @points.setter
+    def points(self, points: int) -> None:
+        self.unordered.points = points
+
+    def _worked(self, opcode: int) -> None:
+        """A command succeeded."""
+        if self._u32[s.R_ROW] and opcode in _WORK:
+            self._u32[s.R_ROW] = 0
 
     def _stop(self, lane: Lane, status: int, cookie: int, text: str) -> None:
         u32 = self._u32
@@ -360,8 +344,8 @@ class Frontend:
 
     def _finish(self, lane: Lane, status: int, value: int, cycles: int) -> None:
         cursor, u32, u64 = lane.cursor, self._u32, self._u64
-        if u32[s.R_ROW] and not status and u32[cursor] & 0xFFFF in _WORK:
-            u32[s.R_ROW] = 0
+        if not status:
+            self._worked(u32[cursor] & 0xFFFF)
         u32[cursor + s.C_STATUS] = status
         u64[(cursor + s.C_VALUE64) // 2] = value
         u64[(cursor + s.C_COST64) // 2] = cycles
@@ -375,9 +359,9 @@ class Frontend:
         cursor, u32, u64 = lane.cursor, self._u32, self._u64
         # Only now: until the result was decided, the command could have had to run again.
         lane.task = None
-        if self._commands.holds(lane.where):
+        if self._commands.running.holds(lane.where):
             if lane.release is None:
-                lane.release = self._commands.release(lane.where)
+                lane.release = self._commands.running.release(lane.where)
             for _ in lane.release:
                 return
             lane.release = None
@@ -394,7 +378,7 @@ class Frontend:
             0,
         )
         u64[(lane.record + s.Q_CYCLES64) // 2] = u64[(cursor + s.C_CYCLES64) // 2]
-        self._move(lane, index + 1 & _M32)
+        self._move(lane, index + 1 & _M32, index + 1 & _M32)
         if head >> 16 & _INTERRUPT:
             self._set_cause(Interrupt.COMPLETION)
         self._idle(lane)
@@ -411,18 +395,20 @@ class Frontend:
         page = lane.sq_tail * 4 - SQ_TAIL
         self._window[page : page + PAGE] = bytes(PAGE)
         self._u32[lane.record + s.Q_DONE] = 0
+        self._u32[lane.record + s.Q_TAKEN] = 0
         self._u32[lane.record] = _ENABLED
 
-    def disable(self, lane: Lane, asked: Waiting | None = None) -> Pauses[None]:
-        """Abort the command in progress, which waited for ``asked``, and close the context, in
+    def disable(self, lane: Lane, asked: Sequence[Waiting] = ()) -> Pauses[None]:
+        """Abort the commands in progress, which waited for ``asked``, and close the context, in
         steps; repeatable. The queue is off with ``disabled``, not before.
         """
-        if asked is not None and asked.writes:
+        for waited in asked:
             # Who sees the queue disabled may use its memory anew: nothing is written to it then.
-            while not asked.ready():
-                yield asked
+            while waited.writes and not waited.ready():
+                yield waited
+        yield from self.unordered.abort(lane)
         if self._u32[lane.cursor + s.C_PHASE]:
-            yield from self._commands.release(lane.where)
+            yield from self._commands.running.release(lane.where)
             self._idle(lane)
         number = self._u32[lane.record + s.Q_CONTEXT]
         if number:
@@ -439,13 +425,26 @@ class Frontend:
         u32[lane.record] = int(QueueStatus.DISABLED)
         self._state.zero(lane.record * 4, s.QUEUE_BYTES)
 
+    def drop(self, lane: Lane) -> list[Waiting]:
+        """Forget what the queue's commands are at, at a tile; what they have reached is in the
+        state. Returns what those that are not ordered waited for.
+        """
+        lane.drop()
+        return self.unordered.drop(lane)
+
+    def reload(self, lane: Lane) -> None:
+        """The state was replaced: know the queue's commands anew."""
+        self.drop(lane)
+        self._commands.running.reclaim(lane.where)
+        self.unordered.reload(lane)
+
     def close(self, lane: Lane) -> bool | None:
         """One step of a queue that is being disabled: True when only ``disabled`` is left, None
         when it waits for something.
         """
         if lane.closing is None:
-            asked = lane.blocked
-            lane.drop()
+            asked = [] if lane.blocked is None else [lane.blocked]
+            asked += self.drop(lane)
             lane.closing = self.disable(lane, asked)
         elif lane.waits():
             return None
@@ -462,10 +461,11 @@ class Frontend:
         for lane in self.lanes:
             if not self._u32[lane.record]:
                 continue
-            lane.drop()
+            self.drop(lane)
             self._stop(lane, CommandStatus.REVOKED, 0, "the function was revoked")
+            self.unordered.revoke(lane)
             if self._u32[lane.cursor + s.C_PHASE] == s.PHASE_RUNNING:
-                finish(self._commands.release(lane.where))
+                finish(self._commands.running.release(lane.where))
                 self._finish(lane, CommandStatus.REVOKED, 0, 0)
             while self._u32[lane.cursor + s.C_PHASE]:
                 self._publish(lane)
@@ -480,7 +480,7 @@ class Frontend:
             if not self._u32[lane.record]:
                 continue
             enabled = True
-            self._commands.reclaim(lane.where)
+            self.reload(lane)
             phase = self._u32[lane.cursor + s.C_PHASE]
             if phase == s.PHASE_RUNNING:
                 entry = bytes(self._u8[lane.cursor * 4 : lane.cursor * 4 + COMMAND_BYTES])
@@ -492,7 +492,8 @@ class Frontend:
                     self._inherited.add(lane.index)
             elif phase == s.PHASE_IDLE:
                 self._idle(lane)
-                self._move(lane, self._u32[lane.record + s.Q_DONE])
+                done = self._u32[lane.record + s.Q_DONE]
+                self._move(lane, done, self._u32[lane.record + s.Q_TAKEN])
         if enabled and not self._u32[s.R_FREEZE] & s.FREEZE_MIGRATION:
             # A run of light commands may have ended between its completions and its interrupt.
             # (Not so while migrating: then the engine had parked, and the state must not move.)

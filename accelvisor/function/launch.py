@@ -11,37 +11,29 @@ then read in its stead, by this worker and by the next. So a tile never reads wh
 
 from __future__ import annotations
 
-import hashlib
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from accelvisor.abi.programs import Program, Role, decode
+from accelvisor.abi.programs import Role
 from accelvisor.abi.status import CommandStatus
-from accelvisor.errors import ProgramError
-from accelvisor.function import state as s
 from accelvisor.function.cache import Cache
+from accelvisor.function.codes import Code, aligned
 from accelvisor.function.objects import TENSOR, Memory, Object, Objects, Refused
 from accelvisor.function.pauses import Pauses, marking
-from accelvisor.function.placement import lower_priority
 from accelvisor.function.pool import Pool
 from accelvisor.function.state import State
 from accelvisor.isolation.segments import SegmentTable, Unmapped
 from accelvisor.kernels import programs as kernels
 from accelvisor.limits import MIB
 
-_ALIGN = 64  # a cache line and the widest vector register: no kernel wants more
-#: Operations and slots (a few hundred bytes each) of cached programs and of cached launches.
-_CACHED_PROGRAMS = 65_536
+#: Operations and slots (a few hundred bytes each) of cached launches.
 _CACHED_LAUNCHES = 32_768
-#: A longer program is validated beside the engine, not in it: that may take a tenth of a second.
-_SHORT_BYTES = 16 * 1024
 #: Operations that are bound between two pauses.
 _PORTION = 64
 #: What a snapshot copies between two looks at whether something else wants the engine.
@@ -52,122 +44,14 @@ _PARALLEL_S = 60e-6
 Array = npt.NDArray[Any]
 
 
-def aligned(n: int) -> int:
-    """``n`` bytes rounded up to the alignment of temporaries."""
-    return (n + _ALIGN - 1) // _ALIGN * _ALIGN
+class Carrier(Protocol):
+    """The function's links, as an operation uses them. Called from any engine's thread."""
 
+    def begin(self, source: int, target: int) -> None:
+        """A transfer begins, or goes on. Raises Refused LINK_DOWN."""
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """A validated program. ``temporaries`` are (slot, offset from the object's start)."""
-
-    program: Program
-    plan: tuple[kernels.PlannedOperation, ...]
-    arguments: tuple[int, ...]
-    temporaries: tuple[tuple[int, int], ...]
-    extent: int
-    cycles: int
-
-    @property
-    def weight(self) -> int:
-        """What it counts in a cache."""
-        return len(self.plan) + len(self.program.slots) + 1
-
-
-class _Build:
-    """A program being validated on a thread of its own."""
-
-    writes = False
-
-    def __init__(self, raw: bytes, wake: Callable[[], None]) -> None:
-        self._raw = raw
-        self._wake = wake
-        self._done = False
-        self.code: Code | None = None
-        self.error: BaseException | None = None
-        threading.Thread(target=self._run, name="programs", daemon=True).start()
-
-    def _run(self) -> None:
-        lower_priority()
-        try:
-            self.code = _build(self._raw)
-        except BaseException as error:
-            self.error = error
-        self._done = True
-        self._wake()
-
-    def ready(self) -> bool:
-        """Whether it has ended."""
-        return self._done
-
-
-class Codes:
-    """Validated programs by the SHA-256 of their bytes; rebuilt from device memory on demand.
-
-    Args:
-        wake: tells the engine that what a command waited for is there.
-    """
-
-    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
-        self._wake = wake
-        self._by_digest: Cache[bytes, Code] = Cache(_CACHED_PROGRAMS)
-        self._building: _Build | None = None
-
-    def load(self, raw: bytes) -> Pauses[tuple[bytes, Code]]:
-        """Digest and code of a program's bytes.
-
-        Raises:
-            ProgramError: it is not a valid program.
-        """
-        digest = hashlib.sha256(raw).digest()
-        code = self._by_digest.get(digest)
-        if code is None:
-            code = yield from self._make(raw)
-            self._by_digest.put(digest, code, code.weight)
-        return digest, code
-
-    def of(self, found: Object, memory: Memory) -> Pauses[Code]:
-        """Code of a program object."""
-        code = self._by_digest.get(found.digest)
-        if code is None:
-            raw = bytes(memory.part(found.address, found.nbytes))
-            _, code = yield from self.load(raw)
-        return code
-
-    def _make(self, raw: bytes) -> Pauses[Code]:
-        if len(raw) <= _SHORT_BYTES:
-            return _build(raw)
-        while self._building is not None and not self._building.ready():
-            yield self._building  # one at a time, also when its command was aborted
-        build = self._building = _Build(raw, self._wake)
-        while not build.ready():
-            yield build
-        if self._building is build:
-            self._building = None
-        if build.code is None:
-            raise build.error or RuntimeError("no program and no error")
-        return build.code
-
-
-def _build(raw: bytes) -> Code:
-    program = decode(raw)
-    plan = kernels.prepare(program)
-    for operation in plan:
-        if operation.tiles >= s.POSITION_TILES:
-            raise ProgramError(
-                f"{operation.tiles} tiles, the limit is {s.POSITION_TILES}",
-                where=f"instruction {operation.index}",
-                hint="split the tensors",
-            )
-    at = aligned(len(raw))
-    temporaries = []
-    for index, slot in enumerate(program.slots):
-        if slot.role is Role.TEMPORARY:
-            temporaries.append((index, at))
-            at = aligned(at + slot.nbytes)
-    return Code(
-        program, plan, program.arguments(), tuple(temporaries), at, sum(o.cost.cycles for o in plan)
-    )
+    def end(self, source: int, target: int, nbytes: int) -> None:
+        """It is complete with so many bytes, or interrupted (0)."""
 
 
 @dataclass(slots=True)
@@ -179,11 +63,24 @@ class Step:
     hazards: tuple[int, ...]
     #: (address, bytes) of the operands that are written
     written: tuple[tuple[int, int], ...] = ()
-    #: with hazards: the arrays with scratch in their place, once scratch is allocated
-    safe: list[Array] = field(default_factory=list)
-    scratch: tuple[int, int] = (0, 0)  # (address, bytes) of these
     #: seconds that a tile took when it was last looked at; 0 before
     tile_s: float = 0.0
+
+
+class Kept(NamedTuple):
+    """Where a run keeps operands that it overwrites: the step's arrays with scratch in their place,
+    and that scratch as (address, bytes).
+    """
+
+    arrays: list[Array]
+    span: tuple[int, int]
+
+
+class Progress(NamedTuple):
+    """Where a run writes down how far it is: 64-bit words of the state."""
+
+    position: int
+    snapshot: int
 
 
 @dataclass(slots=True)
@@ -197,15 +94,19 @@ class Launch:
 
 
 class Launcher:
-    """Resolves and runs launches. Only the engine's thread calls it."""
+    """Resolves and runs launches. Only the engine's thread calls it, but for :meth:`run`.
+
+    Args:
+        fabric: is asked before data crosses a link.
+    """
 
     def __init__(
-        self, state: State, memory: Memory, objects: Objects, pool: Pool
+        self, state: State, memory: Memory, objects: Objects, fabric: Carrier
     ) -> None:
         self._state = state
         self._memory = memory
         self._objects = objects
-        self._pool = pool
+        self._fabric = fabric
         self._cache: Cache[tuple[int, int, bytes], Launch] = Cache(_CACHED_LAUNCHES)
         self._version = -1
 
@@ -284,30 +185,41 @@ class Launcher:
         into = tuple((low, high - low) for low, high in written)
         return Step(operation, [views[slot] for slot in slots], hazards, into)
 
-    def place(self, launch: Launch, scratch: int) -> None:
-        """Lay the snapshots of each step out in scratch memory at device address ``scratch``."""
-        for step in launch.steps:
+    def place(self, launch: Launch, scratch: int) -> dict[int, Kept]:
+        """Lay the snapshots of the steps that need one out in memory at address ``scratch``. Of one
+        run alone: another of the same launch may go on beside it.
+        """
+        places = {}
+        for n, step in enumerate(launch.steps):
             if not step.hazards:
                 continue
-            step.safe = list(step.arrays)
+            arrays = list(step.arrays)
             at = scratch
             for p in step.hazards:
                 array = step.arrays[p]
-                step.safe[p] = self._memory.array(array.shape, array.dtype, at)
+                arrays[p] = self._memory.array(array.shape, array.dtype, at)
                 at = aligned(at + array.nbytes)
-            step.scratch = (scratch, at - scratch)
+            places[n] = Kept(arrays, (scratch, at - scratch))
+        return places
 
     def run(
-        self, launch: Launch, cursor: int, repeat: int, attention: Callable[[], bool]
+        self,
+        launch: Launch,
+        kept: Mapping[int, Kept],
+        progress: Progress,
+        repeat: int,
+        attention: Callable[[], bool],
+        pool: Pool,
     ) -> Pauses[None]:
-        """Run from the position in the cursor to the end; yields at tile boundaries when
-        ``attention`` says that something else wants the engine.
+        """Run from what ``progress`` says to the end, on the cores of ``pool``; yields at tile
+        boundaries when ``attention`` says that something else wants the engine.
 
         Raises:
             Unmapped: the function's memory is another by now than what the launch was resolved on.
+            Refused: LINK_DOWN, a transfer over a link that is not up.
             whatever a kernel raises.
         """
-        for pause in self._run(launch, cursor, repeat, attention):
+        for pause in self._run(launch, kept, progress, repeat, attention, pool):
             yield pause
             self._require(launch)
 
@@ -316,17 +228,22 @@ class Launcher:
             raise Unmapped(f"resolved under epoch {launch.table.epoch}, which is over")
 
     def _run(
-        self, launch: Launch, cursor: int, repeat: int, attention: Callable[[], bool]
+        self,
+        launch: Launch,
+        kept: Mapping[int, Kept],
+        progress: Progress,
+        repeat: int,
+        attention: Callable[[], bool],
+        pool: Pool,
     ) -> Pauses[None]:
         self._require(launch)
         u64 = self._state.u64
-        at = (cursor + s.C_POSITION64) // 2
-        mark = (cursor + s.C_SNAPSHOT64) // 2
+        at, mark = progress
         steps = launch.steps
         position = u64[at]
         turn, index, tile = position >> 32, position >> 20 & 0xFFF, position & 0xF_FFFF
         clock = time.perf_counter
-        parallel = self._pool.cores > 1
+        parallel = pool.cores > 1
         while turn < repeat:
             while index < len(steps):
                 step = steps[index]
@@ -334,20 +251,22 @@ class Launcher:
                 tiles = operation.tiles
                 base = turn << 32 | index << 20
                 arrays = step.arrays
+                if operation.link is not None:
+                    self._fabric.begin(*operation.link)
                 if step.hazards:
-                    arrays = step.safe
+                    arrays, scratch = kept[index]
                     key = (turn << 12 | index) + 1
                     if u64[mark] != key:
                         # Until the mark is there it may be copied again, as often as need be.
                         for p in step.hazards:
                             copying = _snapshot(arrays[p], step.arrays[p], attention)
-                            yield from marking(copying, partial(self._memory.wrote, *step.scratch))
+                            yield from marking(copying, partial(self._memory.wrote, *scratch))
                         u64[mark] = key
                         self._state.count("snapshots")
                 try:
                     while tile < tiles:
                         if parallel and step.tile_s > _PARALLEL_S and tile + 1 < tiles:
-                            tile = self._side_by_side(step, arrays, base, at, tile, attention)
+                            tile = self._side_by_side(step, arrays, base, at, tile, attention, pool)
                             if tile < tiles:
                                 self._wrote(step)
                                 yield None
@@ -362,6 +281,9 @@ class Launcher:
                             yield None
                 finally:
                     self._wrote(step)
+                    if operation.link is not None:
+                        sent = operation.crossing(step.arrays) if tile >= tiles else 0
+                        self._fabric.end(*operation.link, sent)
                 self._state.count("tiles", tiles)
                 index += 1
                 tile = 0
@@ -386,6 +308,7 @@ class Launcher:
         at: int,
         tile: int,
         attention: Callable[[], bool],
+        pool: Pool,
     ) -> int:
         u64 = self._state.u64
 
@@ -393,11 +316,11 @@ class Launcher:
             u64[at] = base | low
 
         began = time.perf_counter()
-        reached = self._pool.run(step.operation, arrays, tile, progress, attention)
+        reached = pool.run(step.operation, arrays, tile, progress, attention)
         if reached > tile:
             # What is handed out although it is short goes back to one core with this.
             took = time.perf_counter() - began
-            step.tile_s = took * min(self._pool.cores, reached - tile) / (reached - tile)
+            step.tile_s = took * min(pool.cores, reached - tile) / (reached - tile)
         return reached
 
 

@@ -40,6 +40,8 @@ Array = npt.NDArray[Any]
 
 TENSOR = 1
 PROGRAM = 2
+GRAPH = 3
+KINDS = {TENSOR: "tensor", PROGRAM: "program", GRAPH: "graph"}
 
 #: kind, generation, context, dtype, rank, -, 8 dims, address, bytes, extent, SHA-256
 RECORD = struct.Struct("<IIIBBH8IQQQ32s")
@@ -266,8 +268,14 @@ class Objects:
         if found is None or found.handle != handle or found.context != context:
             raise Refused(CommandStatus.BAD_HANDLE, f"handle {handle:#x} names no object of yours")
         if found.kind != kind:
-            name = "tensor" if kind == TENSOR else "program"
-            raise Refused(CommandStatus.BAD_HANDLE, f"handle {handle:#x} names no {name}")
+            raise Refused(CommandStatus.BAD_HANDLE, f"handle {handle:#x} names no {KINDS[kind]}")
+        return found
+
+    def find(self, handle: int, context: int, kind: int) -> Object | None:
+        """As :meth:`get`, and None where there is none."""
+        found = self._live.get(handle & 0xFFFF_FFFF)
+        if found is None or (found.handle, found.context, found.kind) != (handle, context, kind):
+            return None
         return found
 
     def at(self, slot: int) -> Object | None:

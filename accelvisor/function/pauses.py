@@ -48,6 +48,20 @@ def marking(pauses: Pauses[T], mark: Callable[[], None]) -> Pauses[T]:
         mark()
 
 
+def attentively(steps: Pauses[T], attention: Callable[[], bool]) -> Pauses[T]:
+    """The same steps with a pause between them only when something else wants the engine, or there
+    is a wait.
+    """
+    while True:
+        try:
+            pause = next(steps)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        if pause is not None or attention():
+            yield pause
+
+
 def finish(pauses: Pauses[T]) -> T:
     """Run steps that never wait for anybody to their end; what they return."""
     while True:

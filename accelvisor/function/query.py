@@ -11,9 +11,11 @@ from accelvisor.abi import ABI_MAJOR, ABI_MINOR
 from accelvisor.abi.commands import Query
 from accelvisor.abi.status import CommandStatus
 from accelvisor.function import state as s
-from accelvisor.function.objects import TENSOR, Contexts, Memory, Object, Objects, Refused
+from accelvisor.function.links import Links
+from accelvisor.function.objects import KINDS, TENSOR, Contexts, Memory, Object, Objects, Refused
 from accelvisor.function.spec import Spec
 from accelvisor.function.state import State
+from accelvisor.function.trace import Trace
 from accelvisor.kernels.registry import describe
 
 
@@ -29,19 +31,30 @@ class Queries:
     """Builds answers from the state. ``context`` is None while the queue has none open."""
 
     def __init__(
-        self, state: State, spec: Spec, memory: Memory, objects: Objects, contexts: Contexts
+        self,
+        state: State,
+        spec: Spec,
+        memory: Memory,
+        objects: Objects,
+        contexts: Contexts,
+        trace: Trace,
+        links: Links,
     ) -> None:
         self._state = state
         self._spec = spec
         self._memory = memory
         self._objects = objects
         self._contexts = contexts
+        self._trace = trace
+        self._links = links
         self._table: dict[int, Callable[[int | None], Any]] = {
             Query.INFO: lambda _: self.info(),
             Query.INSTRUCTIONS: lambda _: describe(),
             Query.STATISTICS: lambda _: self.statistics(),
             Query.FAULT: self._fault,
             Query.OBJECTS: self._own_objects,
+            Query.TRACE: lambda context: self.trace(_need(context)),
+            Query.FABRIC: lambda _: self._links.describe(),
         }
 
     def answer(self, what: int, context: int | None) -> bytes:
@@ -107,6 +120,14 @@ class Queries:
                 )
         return found
 
+    def trace(self, context: int | None = None) -> dict[str, Any]:
+        """Who ran when: of one context, or of all."""
+        names = {}
+        for number in range(s.CONTEXTS) if context is None else (context,):
+            if self._state.u32[s.context_at(number) // 4]:
+                names[number] = self._contexts.identity(number)[1]
+        return self._trace.describe(names, context)
+
     def _fault(self, context: int | None) -> dict[str, Any]:
         status, cookie, text = self._contexts.trouble(_need(context))
         return {
@@ -136,4 +157,4 @@ def _object(o: Object) -> dict[str, Any]:
     }
     if o.kind == TENSOR and o.dtype is not None:
         return {"kind": "tensor", "dtype": o.dtype.label, "shape": o.shape, **common}
-    return {"kind": "program", "sha256": o.digest.hex(), **common}
+    return {"kind": KINDS[o.kind], "sha256": o.digest.hex(), **common}

@@ -97,6 +97,7 @@ class Reshaping:
             raise Refusal(errno.EBUSY, error.message, where="reshape") from error
         try:
             device.pool.resize(max(1, device.shape.cores) + borrowed)
+            device.engine.engines.resize(max(1, device.shape.cores) + borrowed)
         finally:
             device.engine.thaw(s.FREEZE_SHAPE)
         took = time.perf_counter() - began

@@ -17,12 +17,19 @@ from accelvisor.errors import StateError
 from accelvisor.limits import LIMITS
 
 MAGIC = 0x5445_5453_5643_4146
-VERSION = 2
+VERSION = 3
 
 QUEUES = LIMITS.queues
 CONTEXTS = LIMITS.contexts
 OBJECTS = LIMITS.objects
 SLOTS = LIMITS.program_slots
+COMMANDS = LIMITS.commands
+#: Engines: two for each chip. Each works on one command that is not ordered at a time.
+RUNS = 2 * LIMITS.chips
+#: Bindings of a launch that is not ordered.
+RUN_SLOTS = 128
+LINKS = LIMITS.function_links
+COMPLETED = LIMITS.completed_ids
 #: Distinct files that a client may have mapped at a time, and the interrupt's eventfd.
 FD_SLOTS = 128
 
@@ -49,7 +56,17 @@ OBJECTS_AT = CONTEXTS_AT + _up(CONTEXTS * CONTEXT_BYTES)
 OBJECT_BYTES = 128
 BINDINGS_AT = OBJECTS_AT + _up(OBJECTS * OBJECT_BYTES)
 BINDING_BYTES = 16
-DIGEST_END = BINDINGS_AT + _up(QUEUES * SLOTS * BINDING_BYTES)
+COMMANDS_AT = BINDINGS_AT + _up(QUEUES * SLOTS * BINDING_BYTES)
+COMMAND_RECORD_BYTES = 128
+RUNS_AT = COMMANDS_AT + _up(COMMANDS * COMMAND_RECORD_BYTES)
+RUN_BINDINGS_AT = RUNS_AT + _up(RUNS * CURSOR_BYTES)
+COMPLETED_AT = RUN_BINDINGS_AT + _up(RUNS * RUN_SLOTS * BINDING_BYTES)
+GRAPHS_AT = COMPLETED_AT + _up(QUEUES * COMPLETED * 4)
+GRAPH_QUEUE_BYTES = 32
+GRAPH_BYTES = RUNS * GRAPH_QUEUE_BYTES
+LINKS_AT = GRAPHS_AT + _up((QUEUES + RUNS) * GRAPH_BYTES)
+LINK_BYTES = 64
+DIGEST_END = LINKS_AT + _up(LINKS * LINK_BYTES)
 
 COUNTERS_AT = DIGEST_END
 CONNECTION_AT = COUNTERS_AT + _PAGE
@@ -105,8 +122,10 @@ Q_STATUS = 0  # QueueStatus
 Q_FAULT = 1
 Q_FAULT_COMMAND = 2
 Q_CONTEXT = 3  # context number + 1
-Q_DONE = 4  # commands completed since ENABLE, free-running: SQ_HEAD and CQ_TAIL both equal it
+Q_DONE = 4  # commands completed since ENABLE, free-running: CQ_TAIL
 Q_CLOSING = 5  # 1 while a DISABLE is being carried out
+Q_TAKEN = 6  # commands taken from the ring, an ordered one with its completion: SQ_HEAD
+Q_SYNCS = 7  # ids that were put among the completed ones, free-running
 Q_CYCLES64 = 12  # byte 48: model cycles of this queue since ENABLE
 
 # --- cursor records: words relative to cursor_word(q) ---------------------------------------------
@@ -127,12 +146,48 @@ C_COST64 = 32  # byte 128: result, cycles
 C_CYCLES64 = 34  # byte 136: Q_CYCLES64 after the command, so that adding twice adds once
 C_REACHED = 36  # checksum of how far the command was when a worker last took it over
 
+C_TURN = 37  # graph: how often it has come to its end
+
 PHASE_IDLE = 0
 PHASE_RUNNING = 1
 PHASE_RESULT = 2  # the result is decided, perhaps not yet published
 
 POSITION_TILES = 1 << 20
 POSITION_OPERATIONS = 1 << 12
+
+# --- records of commands that are not ordered: words relative to command_word(n) ------------------
+
+K_ENTRY = 0  # 16 words: the device's own copy
+K_PHASE = 16  # written last when the command is taken, and first when it is forgotten
+K_QUEUE = 17
+K_INDEX = 18  # its number among those that were taken from the queue
+K_RUN = 19  # the engine that works on it + 1
+K_STATUS = 20  # result, as in a cursor
+K_POST = 21  # the number of its completion
+K_VALUE64 = 22  # byte 88
+K_COST64 = 24  # byte 96
+K_CYCLES64 = 26  # byte 104: Q_CYCLES64 after the command
+
+K_FREE = 0
+K_WAITING = 1  # for what it depends on
+K_READY = 2  # for an engine
+K_RUNNING = 3
+K_RESULT = 4  # the result is decided
+K_POSTING = 5  # the number of its completion, too
+
+# --- graph records: 64-bit words relative to graph_word(g) + 4 * queue of the graph ---------------
+
+G_POSITION = 0  # turn << 32 | entries of the queue that are done
+G_TILE = 1  # as C_POSITION64, of the node in progress
+G_SNAPSHOT = 2  # as C_SNAPSHOT64
+G_NODE = 3  # the position that these two belong to + 1
+
+# --- link records: 64-bit words relative to link_word(n) ------------------------------------------
+
+L_STATE = 0  # fabric.links.LinkState
+L_FLITS = 1  # carried, free-running: the next one's sequence number
+L_BYTES = 2
+L_TRANSFERS = 3
 
 # --- context records: bytes relative to context_at(c) ---------------------------------------------
 
@@ -201,6 +256,36 @@ def object_at(slot: int) -> int:
 def bindings_at(queue: int) -> int:
     """First byte of the bindings of a queue's launch in progress."""
     return BINDINGS_AT + queue * SLOTS * BINDING_BYTES
+
+
+def command_word(command: int) -> int:
+    """First 32-bit word of the record of a command that is not ordered."""
+    return (COMMANDS_AT + command * COMMAND_RECORD_BYTES) // 4
+
+
+def run_word(run: int) -> int:
+    """First 32-bit word of an engine's cursor."""
+    return (RUNS_AT + run * CURSOR_BYTES) // 4
+
+
+def run_bindings_at(run: int) -> int:
+    """First byte of the bindings of the launch that an engine works on."""
+    return RUN_BINDINGS_AT + run * RUN_SLOTS * BINDING_BYTES
+
+
+def completed_word(queue: int) -> int:
+    """First 32-bit word of a queue's completed ids."""
+    return (COMPLETED_AT + queue * COMPLETED * 4) // 4
+
+
+def link_word(link: int) -> int:
+    """First 64-bit word of a link's record, in the specification's order."""
+    return (LINKS_AT + link * LINK_BYTES) // 8
+
+
+def graph_word(graph: int) -> int:
+    """First 64-bit word of a graph's progress: the queue's, or QUEUES + the engine's."""
+    return (GRAPHS_AT + graph * GRAPH_BYTES) // 8
 
 
 class State:

@@ -15,8 +15,18 @@ from accelvisor.abi.dtypes import DType
 from accelvisor.abi.programs import Operation, Program, Role, Slot
 from accelvisor.abi.shapes import bind_shapes, infer_dtypes
 from accelvisor.errors import ProgramError
-from accelvisor.kernels.declare import Arrays, Cost, Instruction, Tiling, Values, decode_attributes
+from accelvisor.kernels.declare import (
+    Arrays,
+    Cost,
+    Instruction,
+    Queue,
+    Tiling,
+    Values,
+    decode_attributes,
+)
 from accelvisor.kernels.registry import INSTRUCTIONS
+
+__all__ = ["PlannedOperation", "Queue", "prepare", "validate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,13 @@ class PlannedOperation:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     aliased: tuple[int, ...]
+    #: (source, target) chips of the link that it moves data over
+    link: tuple[int, int] | None = None
+
+    def crossing(self, arrays: Arrays) -> int:
+        """Bytes that went over the link; asked when all tiles are done."""
+        measured = self.instruction.crossing
+        return measured(arrays) if measured else self.cost.bytes_written
 
     def run_tile(self, arrays: Arrays, tile: int) -> None:
         """Run tile ``tile`` of the fast twin on ``arrays``, in operand order.
@@ -125,7 +142,15 @@ def _plan(
         instruction.reads,
         instruction.writes,
         tuple(p for p in instruction.reads if operands[p] in outputs),
+        _link(instruction, values),
     )
+
+
+def _link(instruction: Instruction, values: Values) -> tuple[int, int] | None:
+    """The chips that an instruction moves data between, by its attributes of these names."""
+    named = {a.name: v for a, v in zip(instruction.attributes, values, strict=True)}
+    source, target = named.get("source", -1), named.get("target", -1)
+    return (source, target) if source >= 0 and target >= 0 and source != target else None
 
 
 def _check(instruction: Instruction, slots: Sequence[Slot], values: Values, where: str) -> _Checked:

@@ -149,7 +149,7 @@ def test_nobody_interrupts_a_long_program_for_a_queue_that_is_empty(
 
     monkeypatch.setattr(engine, "QUANTUM_S", 0.0)
     monkeypatch.setattr(engine, "_RIVALS_S", 0.0)
-    local.device.commands._attention = lambda: watched(local.device.engine)
+    local.device.commands.running._attention = lambda: watched(local.device.engine)
     first, second = local.ring(0), local.ring(1)
     second.open()
     busy(first)

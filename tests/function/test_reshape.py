@@ -15,6 +15,7 @@ from accelvisor.errors import ConfigError, ConflictError, UsageError
 from accelvisor.function import shape as shapes
 from accelvisor.function import state as s
 from accelvisor.function.moving import Moving
+from accelvisor.function.launch import Progress
 from accelvisor.function.reshape import Reshaping
 from accelvisor.function.shape import Shape
 from accelvisor.isolation.segments import Segment, Unmapped
@@ -129,11 +130,11 @@ def test_a_launch_of_an_old_epoch_touches_nothing(local: Local) -> None:
     y = ring.tensor(np.zeros(1000, np.float32))
     program = ring.load(accumulate(1000))
     ring.launch(program, y, y)
-    launcher = local.device.commands._launcher
+    launcher = local.device.launcher
     ((launch, _),) = launcher._cache._held.values()
     Reshaping(local.device).reshape(sized(2, 1, 8 * MIB))
     with pytest.raises(Unmapped, match="epoch 1"):
-        next(launcher.run(launch, s.cursor_word(0), 1, lambda: False))
+        next(launcher.run(launch, {}, Progress(0, 1), 1, lambda: False, local.device.pool))
 
 
 def test_a_revoked_function_completes_everything_with_its_name(local: Local) -> None:

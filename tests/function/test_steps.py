@@ -16,10 +16,11 @@ from accelvisor.abi.programs import Program, Role, Slot, encode
 from accelvisor.abi.registers import NEED_WAKEUP, QueueControl, QueueReg, QueueStatus, Reg, Status
 from accelvisor.abi.status import CommandStatus
 from accelvisor.errors import DeadlineError
+from accelvisor.function import codes
 from accelvisor.function import launch as launching
 from accelvisor.function import state as s
 from accelvisor.function.cache import Cache
-from accelvisor.function.launch import Launch, Launcher, Step
+from accelvisor.function.launch import Launch, Launcher, Progress, Step
 from accelvisor.function.objects import Memory
 from accelvisor.function.pauses import Pauses
 from accelvisor.isolation.segments import SegmentTable
@@ -361,12 +362,13 @@ def test_the_longest_program_stores_no_turn_twice() -> None:
     words = Recorder()
     state: Any = SimpleNamespace(u64=words, count=lambda *_: None)
     nothing: Any = None
-    idle: Any = Step(SimpleNamespace(tiles=0), [], ())  # type: ignore[arg-type]
+    idle: Any = Step(SimpleNamespace(tiles=0, link=None), [], ())  # type: ignore[arg-type]
     pool: Any = SimpleNamespace(cores=1)
     steps = [idle] * 4096
     memory: Any = SimpleNamespace(table=TABLE)
-    launcher = Launcher(state, memory, nothing, pool)
-    for _ in launcher.run(Launch(nothing, steps, 0, TABLE), 0, 4, lambda: False):
+    launcher = Launcher(state, memory, nothing, nothing)
+    launch = Launch(nothing, steps, 0, TABLE)
+    for _ in launcher.run(launch, {}, Progress(0, 1), 4, lambda: False, pool):
         raise AssertionError("nothing asked for a pause")
     assert words.stored == sorted(words.stored)
     assert len(set(words.stored)) == len(words.stored) == 4 * 4096
@@ -388,12 +390,12 @@ def test_an_operation_of_few_long_tiles_uses_every_core_from_the_first(
 
     state: Any = SimpleNamespace(u64=Recorder(), count=lambda *_: None)
     pool: Any = SimpleNamespace(cores=2, run=together)
-    work: Any = SimpleNamespace(tiles=4, run_tile=lambda _, tile: ran.append(tile))
+    work: Any = SimpleNamespace(tiles=4, link=None, run_tile=lambda _, tile: ran.append(tile))
     nothing: Any = None
     memory: Any = SimpleNamespace(table=TABLE)
     step = Step(work, [], (), tile_s=tile_s)
-    for _ in Launcher(state, memory, nothing, pool).run(
-        Launch(nothing, [step], 0, TABLE), 0, 1, lambda: False
+    for _ in Launcher(state, memory, nothing, nothing).run(
+        Launch(nothing, [step], 0, TABLE), {}, Progress(0, 1), 1, lambda: False, pool
     ):
         raise AssertionError("nothing asked for a pause")
     assert ran == alone
@@ -402,16 +404,17 @@ def test_an_operation_of_few_long_tiles_uses_every_core_from_the_first(
 
 
 @pytest.fixture
-def held_build(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+def held_build(local: Local) -> Iterator[threading.Event]:
     """Validating a program takes until this is set."""
     go = threading.Event()
-    build = launching._build
+    programs = local.device.commands._codes
+    build = programs._build
 
-    def slow(raw: bytes) -> launching.Code:
+    def slow(raw: bytes) -> codes.Code:
         go.wait(30)
         return build(raw)
 
-    monkeypatch.setattr(launching, "_build", slow)
+    programs._build = slow
     yield go
     go.set()
 
@@ -422,7 +425,7 @@ def test_a_long_program_is_validated_beside_the_engine(
     slow, other = two(local)
     slots = (Slot(F32, (4,), Role.INPUT), Slot(F32, (4,), Role.OUTPUT))
     raw = encode(Program(slots, (operation("relu", 0, 1),) * 1000))
-    assert len(raw) > launching._SHORT_BYTES
+    assert len(raw) > codes._SHORT_BYTES
     source = local.buffer(raw)
     slow.post(abi.program_load(slow.next_cookie(), source.whole(len(raw))))
     slow.submit()

@@ -1,0 +1,536 @@
+"""Commands that are not ordered: from the ring to waiting queues and engines, and out of order to
+the completion ring.
+
+Each has a record in the state from the moment it leaves the ring. Its phase says how far it is, and
+is stored last; whatever a worker was at when it died, the next one reads the records and goes on,
+so that no command is lost and none completes twice. What the scheduler knows is derived from them.
+
+A command that runs has the cursor of its engine. Commands that need none (NOP) end at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from zlib import crc32
+
+from accelvisor.abi.commands import (
+    ANY_CHIP,
+    COMMAND_KINDS,
+    COMPLETION,
+    SCHEDULE,
+    SCHEDULE_AT,
+    Flag,
+    Opcode,
+)
+from accelvisor.abi.registers import COMMAND_BYTES, COMPLETION_BYTES, Interrupt, QueueStatus
+from accelvisor.abi.status import CommandStatus
+from accelvisor.function import blame
+from accelvisor.function import state as s
+from accelvisor.function.commands import Commands
+from accelvisor.function.lanes import Lane, judge
+from accelvisor.function.pauses import Pauses, Waiting, finish
+from accelvisor.function.running import Fault, Result, Where
+from accelvisor.function.scheduler import COMPUTE, NOTHING, TRANSFER, Command, Scheduler, Step
+from accelvisor.function.state import State
+from accelvisor.kernels.declare import BYTES_PER_CYCLE, ISSUE_CYCLES
+from accelvisor.limits import LIMITS
+
+_M32 = 0xFFFF_FFFF
+_M64 = 0xFFFF_FFFF_FFFF_FFFF
+_KINDS = frozenset(int(kind) for kind in COMMAND_KINDS)
+_FLAGS = int(Flag.PLAIN | Flag.SYNC | Flag.CONDITIONAL)
+_SYNC, _CONDITIONAL = int(Flag.SYNC), int(Flag.CONDITIONAL)
+_INTERRUPT = int(Flag.INTERRUPT)
+_FAULTED = int(QueueStatus.FAULTED)
+_COPIES = frozenset((int(Opcode.COPY_IN), int(Opcode.COPY_OUT)))
+_ALLOWED = frozenset((*_COPIES, int(Opcode.NOP), int(Opcode.LAUNCH), int(Opcode.GRAPH_LAUNCH)))
+
+
+class _Task:
+    """A command on its engine."""
+
+    __slots__ = ("blocked", "command", "inherited", "lane", "release", "steps", "where")
+
+    def __init__(self, lane: Lane, command: Command, inherited: bool = False) -> None:
+        self.lane = lane
+        self.command = command
+        self.where = Where.on_engine(lane.index, command.engine)
+        self.steps: Pauses[Result] | None = None
+        self.release: Pauses[None] | None = None
+        self.blocked: Waiting | None = None
+        #: a predecessor began it
+        self.inherited = inherited
+
+    def waits(self) -> bool:
+        """Whether it could not go on now."""
+        return self.blocked is not None and not self.blocked.ready()
+
+    def close(self) -> Waiting | None:
+        """Forget what is in progress; what that waits for."""
+        asked = self.blocked
+        for work in (self.steps, self.release):
+            if work is not None:
+                work.close()
+        self.steps = self.release = self.blocked = None
+        return asked
+
+
+class Unordered:
+    """Runs on the front end's thread alone.
+
+    Args:
+        fault: stops the context of a lane: (lane, status, cookie, text).
+        note: tells the guest why a command was refused: (lane, status, cookie, text).
+        work: told of each command that succeeded: its opcode.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        window: memoryview,
+        entries: int,
+        lanes: list[Lane],
+        commands: Commands,
+        chips: int,
+        set_cause: Callable[[int], None],
+        fault: Callable[[Lane, CommandStatus, int, str], None],
+        note: Callable[[Lane, CommandStatus, int, str], None],
+        work: Callable[[int], None],
+    ) -> None:
+        self._state = state
+        self._u8, self._u32, self._u64 = state.u8, state.u32, state.u64
+        self._window = window
+        self._words = window.cast("I")
+        self._entries = entries
+        self._lanes = lanes
+        self._commands = commands
+        self._set_cause = set_cause
+        self._fault = fault
+        self._note = note
+        self._work = work
+        self.scheduler = Scheduler(len(lanes), chips)
+        self._share = min(LIMITS.ring_entries, s.COMMANDS // len(lanes))
+        self._free: list[list[int]] = [[] for _ in lanes]
+        for lane in lanes:
+            self._all_free(lane)
+        self._tasks: dict[int, _Task] = {}
+        #: commands that ended so far: what could not begin is looked at again when it moved
+        self.ended = 0
+        #: what a command completes with whose context has stopped
+        self.stopped = CommandStatus.CONTEXT_STOPPED
+        self.points = blame.CRASH
+
+    def _all_free(self, lane: Lane) -> None:
+        first = lane.index * self._share
+        self._free[lane.index] = list(range(first + self._share - 1, first - 1, -1))
+
+    # --- what the front end asks ------------------------------------------------------------------
+
+    def outstanding(self, lane: Lane) -> int:
+        """Commands of a queue that have left the ring and are not complete."""
+        return self.scheduler.lanes[lane.index].outstanding
+
+    def pending(self, lane: Lane) -> bool:
+        """Whether a command of the queue could go on now."""
+        if self.scheduler.lanes[lane.index].ready and lane.stalled != self.ended:
+            return True
+        return any(
+            task.lane is lane and not task.waits() for task in tuple(self._tasks.values())
+        )
+
+    def blocked(self) -> Iterator[Waiting]:
+        """What commands on engines wait for."""
+        return (task.blocked for task in self._tasks.values() if task.blocked is not None)
+
+    def advance(self) -> bool:
+        """A step of each command on an engine. False when all of them wait, or there is none."""
+        progress = False
+        for task in tuple(self._tasks.values()):
+            if not task.waits():
+                self._advance(task)
+                progress = True
+        return progress
+
+    def front(self, lane: Lane) -> bool:
+        """Start the next command of the front list. False when none can be."""
+        ready = self.scheduler.lanes[lane.index].ready
+        if not ready:
+            return False
+        step = self.scheduler.afford(ready[0])
+        if step is Step.STAY:
+            lane.stalled = self.ended
+        if step is not Step.START:
+            return False
+        self._start(lane, ready.popleft())
+        return True
+
+    def take(self, lane: Lane, entry: bytes) -> bool:
+        """The next entry of the ring, which is not ordered. False when it has to stay there."""
+        free = self._free[lane.index]
+        if not free:
+            lane.stalled = self.ended
+            return False
+        command = self._decode(lane, entry, free[-1])
+        if isinstance(command, tuple):
+            refused, step = command[0], Step.STAY
+            why: tuple[CommandStatus, str] | None = command[1:]
+        else:
+            refused, step, why = command, self.scheduler.consider(command), None
+        if why is None:
+            if step is Step.STAY:
+                lane.stalled = self.ended
+            if step in (Step.STAY, Step.SAVE):
+                return False
+            if step is Step.UNKNOWN:
+                text = f"depends on {refused.on}, which neither runs nor is known as complete"
+                why = CommandStatus.BAD_DEPENDENCY, text
+            elif step is Step.TWICE:
+                why = CommandStatus.BAD_DESCRIPTOR, f"the command with id {refused.own} still runs"
+        if why is not None:  # and its ids mean nothing, to whoever reads the record
+            refused.own = 0
+            entry = entry[:SCHEDULE_AT] + bytes(SCHEDULE.size)
+        free.pop()
+        self._record(lane, refused, entry, s.K_WAITING if step is Step.WAIT else s.K_READY)
+        self.scheduler.taken(refused)
+        if why is not None:
+            self._note(lane, why[0], int.from_bytes(entry[4:8], "little"), why[1])
+            self._state.count("refusals")
+            self._decide(refused, int(why[0]), 0, 0)
+            self._conclude(lane, refused)
+        elif step is Step.WAIT:
+            self.scheduler.parked(refused)
+        else:
+            self._start(lane, refused)
+        return True
+
+    # --- decoding ---------------------------------------------------------------------------------
+
+    def _decode(
+        self, lane: Lane, entry: bytes, slot: int
+    ) -> Command | tuple[Command, CommandStatus, str]:
+        """The command, or one that can be refused and why."""
+        opcode, flags = entry[0] | entry[1] << 8, entry[2] | entry[3] << 8
+        chip, pad, own, on, zero = SCHEDULE.unpack_from(entry, SCHEDULE_AT)
+        bare = Command(lane.index, slot, 0, 0, ANY_CHIP, NOTHING, 0)
+        bad = CommandStatus.BAD_DESCRIPTOR
+        if opcode not in _ALLOWED:
+            return bare, bad, f"command {opcode:#x} can only be ordered"
+        if flags & _FLAGS not in _KINDS or pad or zero:
+            return bare, bad, f"flags {flags:#x} are no kind of command, or reserved bits are set"
+        if bool(flags & _SYNC) != bool(own) or bool(flags & _CONDITIONAL) != bool(on):
+            return bare, bad, f"flags {flags:#x} do not go with the ids {own} and {on}"
+        if chip != ANY_CHIP and chip >= self.scheduler.chips:
+            return bare, bad, f"there is no chip {chip}, the function has {self.scheduler.chips}"
+        kind, cost = self._demand(lane, opcode, entry)
+        return Command(lane.index, slot, own, on, chip, kind, cost)
+
+    def _demand(self, lane: Lane, opcode: int, entry: bytes) -> tuple[int, int]:
+        """The type of queue that a command wants, and about how many cycles."""
+        if opcode == Opcode.NOP:
+            return NOTHING, 0
+        if opcode in _COPIES:
+            nbytes = int.from_bytes(entry[40:48], "little")
+            return TRANSFER, ISSUE_CYCLES + min(nbytes, LIMITS.tensor_bytes) // BYTES_PER_CYCLE
+        number = self._u32[lane.record + s.Q_CONTEXT]
+        if opcode == Opcode.LAUNCH and number:
+            return self._commands.running.kind(number - 1, entry)
+        return COMPUTE, 0
+
+    # --- records ----------------------------------------------------------------------------------
+
+    def _record(self, lane: Lane, command: Command, entry: bytes, phase: int) -> None:
+        """The command leaves the ring."""
+        word = s.command_word(command.slot)
+        u32 = self._u32
+        taken = u32[lane.record + s.Q_TAKEN]
+        self._u8[word * 4 : word * 4 + COMMAND_BYTES] = entry
+        u32[word + s.K_QUEUE] = lane.index
+        u32[word + s.K_INDEX] = taken
+        u32[word + s.K_PHASE] = phase
+        u32[lane.record + s.Q_TAKEN] = self._words[lane.sq_head] = taken + 1 & _M32
+        self._u64[_COMMANDS] += 1
+
+    def _start(self, lane: Lane, command: Command) -> None:
+        """On its engine, or at once to its end."""
+        word, u32 = s.command_word(command.slot), self._u32
+        self.scheduler.started(command)
+        if command.engine < 0 or u32[lane.record] == _FAULTED:
+            status = int(self.stopped) if u32[lane.record] == _FAULTED else 0
+            self.scheduler.stopped(command)
+            command.engine = -1
+            self._decide(command, status, 0, 0)
+            self._conclude(lane, command)
+            return
+        cursor = s.run_word(command.engine)
+        self._u8[cursor * 4 : cursor * 4 + COMMAND_BYTES] = self._entry(command)
+        u32[cursor + s.C_INDEX] = command.slot
+        u32[word + s.K_RUN] = command.engine + 1
+        u32[word + s.K_PHASE] = s.K_RUNNING
+        task = self._tasks[command.engine] = _Task(lane, command)
+        self._advance(task)
+
+    def _entry(self, command: Command) -> bytes:
+        at = s.command_word(command.slot) * 4
+        return bytes(self._u8[at : at + COMMAND_BYTES])
+
+    def _decide(self, command: Command, status: int, value: int, cycles: int) -> None:
+        """The command's result."""
+        word = s.command_word(command.slot)
+        self._u32[word + s.K_STATUS] = status
+        self._u64[(word + s.K_VALUE64) // 2] = value
+        self._u64[(word + s.K_COST64) // 2] = cycles
+        self._u32[word + s.K_PHASE] = s.K_RESULT
+
+    # --- on an engine -----------------------------------------------------------------------------
+
+    def _advance(self, task: _Task) -> None:
+        task.blocked = None
+        if self._u32[s.command_word(task.command.slot) + s.K_PHASE] == s.K_RUNNING:
+            try:
+                result = self._step(task)
+            except Exception as error:
+                result = self._failed(task, error)
+            if result is None:
+                return
+            self._decide(task.command, *result)
+            if not result[0]:
+                self._work(self._u32[task.where.cursor] & 0xFFFF)
+        self._leave(task)
+
+    def _step(self, task: _Task) -> Result | None:
+        if task.steps is None:
+            entry = self._entry(task.command)
+            if task.inherited:
+                task.inherited = False
+                blamed(self._state, task.where, self.points)
+            opcode = entry[0] | entry[1] << 8
+            result = self._commands.table[opcode](task.where, entry)
+            if isinstance(result, tuple):
+                return result
+            task.steps = result
+        try:
+            task.blocked = next(task.steps)
+        except StopIteration as stop:
+            task.steps = None
+            finished: Result = stop.value
+            return finished
+        return None
+
+    def _failed(self, task: _Task, error: Exception) -> Result:
+        status, text, stops = judge(error, f"queue {task.lane.index}: command {task.command.slot}")
+        task.steps = None
+        cookie = self._u32[task.where.cursor + 1]
+        self._note(task.lane, status, cookie, text)
+        if stops:
+            self._fault(task.lane, status, cookie, text)
+        else:
+            self._state.count("refusals")
+        return int(status), 0, 0
+
+    def _leave(self, task: _Task) -> None:
+        """Give back what the command held, in steps, then its engine."""
+        running = self._commands.running
+        if running.holds(task.where):
+            if task.release is None:
+                task.release = running.release(task.where)
+            for pause in task.release:
+                task.blocked = pause
+                return
+            task.release = None
+        self._vacate(task)
+        self._conclude(task.lane, task.command)
+
+    def _vacate(self, task: _Task) -> None:
+        cursor, engine = task.where.cursor, task.command.engine
+        self._state.zero(cursor * 4, s.CURSOR_BYTES)
+        self._u32[s.command_word(task.command.slot) + s.K_RUN] = 0
+        del self._tasks[engine]
+        self.scheduler.stopped(task.command)
+        task.command.engine = -1
+
+    # --- the end of a command ---------------------------------------------------------------------
+
+    def _conclude(self, lane: Lane, first: Command) -> None:
+        """A command whose result is decided: those that waited for it, then its completion."""
+        ending = [first]
+        while ending:
+            command = ending.pop(0)
+            word = s.command_word(command.slot)
+            well = not self._u32[word + s.K_STATUS]
+            if command.own and well:
+                self._complete(lane, command.own)
+            freed = self.scheduler.ended(command, well)
+            for other in freed:
+                if well:
+                    self._u32[s.command_word(other.slot) + s.K_PHASE] = s.K_READY
+                else:
+                    self._decide(other, int(CommandStatus.ABORTED), 0, 0)
+                    ending.append(other)
+            self._post(lane, command)
+
+    def _complete(self, lane: Lane, own: int) -> None:
+        """Remember the id in the state; repeatable."""
+        u32 = self._u32
+        count = u32[lane.record + s.Q_SYNCS]
+        first = s.completed_word(lane.index)
+        if not count or u32[first + (count - 1) % s.COMPLETED] != own:
+            u32[first + count % s.COMPLETED] = own
+            u32[lane.record + s.Q_SYNCS] = count + 1 & _M32
+
+    def _post(self, lane: Lane, command: Command) -> None:
+        word, u32, u64 = s.command_word(command.slot), self._u32, self._u64
+        total = (lane.record + s.Q_CYCLES64) // 2
+        u32[word + s.K_POST] = u32[lane.record + s.Q_DONE]
+        cost = u64[(word + s.K_COST64) // 2]
+        u64[(word + s.K_CYCLES64) // 2] = u64[total] + cost & _M64
+        u32[word + s.K_PHASE] = s.K_POSTING
+        self._publish(lane, word)
+        self._free[lane.index].append(command.slot)
+        self.ended += 1
+
+    def _publish(self, lane: Lane, word: int) -> None:
+        """The completion entry of a record that says which one it is; repeatable."""
+        u32, u64 = self._u32, self._u64
+        head, post = u32[word], u32[word + s.K_POST]
+        COMPLETION.pack_into(
+            self._window,
+            lane.completion + post % self._entries * COMPLETION_BYTES,
+            u32[word + 1],
+            u32[word + s.K_STATUS],
+            head & 0xFFFF,
+            u64[(word + s.K_VALUE64) // 2],
+            u64[(word + s.K_COST64) // 2],
+            0,
+        )
+        u64[(lane.record + s.Q_CYCLES64) // 2] = u64[(word + s.K_CYCLES64) // 2]
+        u32[lane.record + s.Q_DONE] = self._words[lane.cq_tail] = post + 1 & _M32
+        u32[word + s.K_PHASE] = s.K_FREE
+        self._state.zero(word * 4, s.COMMAND_RECORD_BYTES)
+        if head >> 16 & _INTERRUPT:
+            self._set_cause(Interrupt.COMPLETION)
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def drop(self, lane: Lane) -> list[Waiting]:
+        """Stop the queue's commands at a tile; what they have reached is in the state. Returns what
+        they waited for.
+        """
+        mine = [task for task in self._tasks.values() if task.lane is lane]
+        return [asked for task in mine if (asked := task.close()) is not None]
+
+    def abort(self, lane: Lane) -> Pauses[None]:
+        """Forget every command of a queue that is disabled, in steps; repeatable."""
+        running = self._commands.running
+        for task in [task for task in self._tasks.values() if task.lane is lane]:
+            yield from running.release(task.where)
+            self._vacate(task)
+        first = s.command_word(lane.index * self._share) * 4
+        self._state.zero(first, self._share * s.COMMAND_RECORD_BYTES)
+        self._state.zero(s.completed_word(lane.index) * 4, s.COMPLETED * 4)
+        self.scheduler.forget(lane.index)
+        self._all_free(lane)
+        self.ended += 1
+
+    def revoke(self, lane: Lane) -> None:
+        """Complete every command of a queue with REVOKED. Nothing is at work."""
+        self.drop(lane)
+        status = int(CommandStatus.REVOKED)
+        for task in [task for task in self._tasks.values() if task.lane is lane]:
+            finish(self._commands.running.release(task.where))
+            self._decide(task.command, status, 0, 0)
+            self._vacate(task)
+            self._conclude(lane, task.command)
+        known = self.scheduler.lanes[lane.index]
+        while known.ready:
+            command = known.ready.popleft()
+            self._decide(command, status, 0, 0)
+            self._conclude(lane, command)
+
+    def reload(self, lane: Lane) -> None:
+        """Know a queue's commands again from their records, and go on with what was decided."""
+        for engine in [e for e, task in self._tasks.items() if task.lane is lane]:
+            self._tasks.pop(engine).close()
+            self.scheduler.vacate(engine)
+        u32 = self._u32
+        self._all_free(lane)
+        found: list[tuple[int, Command, int]] = []
+        for slot in self._used(lane):
+            word = s.command_word(slot)
+            phase = u32[word + s.K_PHASE]
+            if phase == s.K_POSTING:
+                self._publish(lane, word)
+            elif phase == s.K_FREE:
+                self._state.zero(word * 4, s.COMMAND_RECORD_BYTES)
+            else:
+                found.append((u32[word + s.K_INDEX], self._known(lane, slot), phase))
+        done = u32[lane.record + s.Q_DONE]
+        u32[lane.record + s.Q_TAKEN] = done + len(found) & _M32
+        found.sort(key=lambda item: item[0] - done & _M32 ^ 0x8000_0000)
+        self._resume(lane, found)
+
+    def _used(self, lane: Lane) -> list[int]:
+        """Slots whose record is not all zero."""
+        first = lane.index * self._share
+        at, size = s.command_word(first) * 4, self._share * s.COMMAND_RECORD_BYTES
+        if not self._u32[lane.record] or self._u8[at : at + size] == bytes(size):
+            return []
+        step = s.COMMAND_RECORD_BYTES
+        zero = bytes(step)
+        return [
+            first + n
+            for n in range(self._share)
+            if self._u8[at + n * step : at + (n + 1) * step] != zero
+        ]
+
+    def _known(self, lane: Lane, slot: int) -> Command:
+        entry = bytes(self._u8[s.command_word(slot) * 4 :][:COMMAND_BYTES])
+        command = self._decode(lane, entry, slot)
+        if isinstance(command, tuple):
+            command = command[0]
+        command.engine = self._u32[s.command_word(slot) + s.K_RUN] - 1
+        return command
+
+    def _resume(self, lane: Lane, found: list[tuple[int, Command, int]]) -> None:
+        u32 = self._u32
+        taken = {command.slot for _, command, _ in found}
+        self._free[lane.index] = [slot for slot in self._free[lane.index] if slot not in taken]
+        count, first = u32[lane.record + s.Q_SYNCS], s.completed_word(lane.index)
+        recent = range(max(0, count - s.COMPLETED), count)
+        decided = [command for _, command, phase in found if phase == s.K_RESULT]
+        lost = self.scheduler.restore(
+            lane.index,
+            [u32[first + n % s.COMPLETED] for n in recent],
+            [(command, phase) for _, command, phase in found],
+        )
+        for _, command, _ in found:
+            if command.engine >= 0:
+                task = self._tasks[command.engine] = _Task(lane, command, inherited=True)
+                self._commands.running.reclaim(task.where)
+        for command in decided:
+            if command.engine < 0:
+                self._conclude(lane, command)
+        for command in lost:
+            self._decide(command, int(CommandStatus.ABORTED), 0, 0)
+            self._conclude(lane, command)
+
+
+def blamed(state: State, where: Where, points: int) -> None:
+    """Count one more worker that died over a command without bringing it further.
+
+    Raises:
+        Fault: DEVICE_ERROR, they were too many for chance.
+    """
+    u32, cursor = state.u32, where.cursor
+    reached = crc32(state.u8[(cursor + s.C_BINDINGS) * 4 : (cursor + s.C_VALUE64) * 4])
+    if u32[cursor] & 0xFFFF == Opcode.GRAPH_LAUNCH:
+        at = s.graph_word(where.graph) * 8
+        reached = crc32(state.u8[at : at + s.GRAPH_BYTES], reached)
+    if u32[cursor + s.C_REACHED] != reached:
+        u32[cursor + s.C_DEATHS] = 0
+        u32[cursor + s.C_REACHED] = reached
+    u32[cursor + s.C_DEATHS] += points
+    if u32[cursor + s.C_DEATHS] >= blame.MOST:
+        raise Fault(CommandStatus.DEVICE_ERROR, "worker after worker died over the command")
+
+
+_COMMANDS = s.K["commands"]
