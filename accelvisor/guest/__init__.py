@@ -12,17 +12,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from accelvisor.guest.discovery import Device, discover, find
     from accelvisor.guest.function import Function
+    from accelvisor.guest.graphs.graph import Graph
     from accelvisor.guest.launch import Bound, Launch
     from accelvisor.guest.program import Program, Value
+    from accelvisor.guest.stream import Event, Stream
     from accelvisor.guest.tensor import PinnedArray, Tensor
 
 _HOME = {
     "Bound": "launch",
     "Device": "discovery",
+    "Event": "stream",
     "Function": "function",
+    "Graph": "graphs.graph",
     "Launch": "launch",
     "PinnedArray": "tensor",
     "Program": "program",
+    "Stream": "stream",
     "Tensor": "tensor",
     "Value": "program",
     "discover": "discovery",
@@ -32,10 +37,13 @@ _HOME = {
 __all__ = [
     "Bound",
     "Device",
+    "Event",
     "Function",
+    "Graph",
     "Launch",
     "PinnedArray",
     "Program",
+    "Stream",
     "Tensor",
     "Value",
     "discover",

@@ -8,14 +8,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from accelvisor.abi import commands
-from accelvisor.abi.commands import Completion, Query
+from accelvisor.abi.commands import Completion, Memory, Query
 from accelvisor.abi.dtypes import DType
 from accelvisor.abi.registers import Control, Reg
-from accelvisor.errors import AccelvisorError, ConflictError, ProtocolError, UsageError
+from accelvisor.errors import AccelvisorError, ConflictError, UsageError
 from accelvisor.guest.claims import LOCKS, Claim, claim
 from accelvisor.guest.copies import Copies, Landing
 from accelvisor.guest.errors import DeviceFull, DeviceReset, error_from
@@ -32,7 +31,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from accelvisor.guest.eager import Operations
+    from accelvisor.guest.graphs.graph import Graph
     from accelvisor.guest.program import Program
+    from accelvisor.guest.stream import Event, Stream
     from accelvisor.guest.tensor import PinnedArray, Tensor
 
 #: How long to wait for a queue that a process has just died with: it is being disabled.
@@ -102,15 +103,9 @@ class Function:
                 if claimed is not None:
                     claimed(queue, self._claim.fd)
             self.queue = Queue(
-                transport,
-                queue or 0,
-                self.identity.layout,
-                self.registers,
-                depth=depth,
-                policy=policy,
-                clock=clock,
-                sleep=sleep,
-            )
+                transport, queue or 0, self.identity.layout, self.registers,
+                depth=depth, policy=policy, clock=clock, sleep=sleep,
+            )  # fmt: skip
             self.staging = Staging(transport.window, self.identity, self.queue.index)
             self.dma = DmaPool(transport)
             self.copies = Copies(self, self.staging, self.dma)
@@ -222,12 +217,7 @@ class Function:
     def __enter__(self) -> Function:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -242,11 +232,9 @@ class Function:
     def _alive(self) -> None:
         if self._closed:
             raise ConflictError(
-                "the function is closed",
-                code="function-closed",
-                where="function",
+                "the function is closed", code="function-closed", where="function",
                 hint="open it again: Function.open()",
-            )
+            )  # fmt: skip
 
     # --- commands --------------------------------------------------------------------------------
 
@@ -264,7 +252,7 @@ class Function:
             self.check(completion)
         return completion
 
-    def _carry(self, entry: bytes, landing: Landing) -> Completion:
+    def carry(self, entry: bytes, landing: Landing) -> Completion:
         """Submit a command that uses ``landing`` and wait for it.
 
         When this raises, the landing is given back as soon as the device is done with it; else it
@@ -289,7 +277,7 @@ class Function:
     def _detail(self) -> str:
         """The device's text for the last refusal or fault; empty when it cannot be had."""
         try:
-            told = self._query(Query.FAULT)
+            told = self.ask(Query.FAULT)
         except AccelvisorError:
             return ""
         return str(told.get("text") or told.get("message") or "") if isinstance(told, dict) else ""
@@ -321,54 +309,38 @@ class Function:
         """Status flags, epoch and reset count, read now."""
         return self.registers.state()
 
-    def _query(self, what: Query) -> Any:
-        import json
+    def ask(self, what: Query) -> Any:
+        """The device's answer to one of its queries, parsed. Raises as :meth:`call`."""
+        from accelvisor.guest.questions import ask
 
-        size = 4096
-        while True:
-            landing = self.copies.landing(size)
-            completion = self._carry(commands.query(0, what, landing.memory), landing)
-            answer = bytearray(min(completion.value, size))
-            try:
-                self.copies.fetch(landing, memoryview(answer))
-            finally:
-                landing.release()
-            if size < completion.value <= LIMITS.query_bytes:
-                size = completion.value
-                continue
-            if completion.status:
-                raise error_from(completion)
-            if what is Query.INSTRUCTIONS:
-                return bytes(answer)
-            try:
-                return json.loads(answer)
-            except ValueError as error:
-                raise ProtocolError(
-                    f"the device's answer to {what.name.lower()} is not JSON: {error}",
-                    where=f"query:{what.name.lower()}",
-                ) from error
+        self._alive()
+        return ask(self, what)
 
     def info(self) -> dict[str, Any]:
         """What the device says of itself (Query.INFO)."""
-        self._alive()
-        return dict(self._query(Query.INFO))
+        return dict(self.ask(Query.INFO))
 
     def statistics(self) -> dict[str, Any]:
         """The device's counters (Query.STATISTICS)."""
-        self._alive()
-        return dict(self._query(Query.STATISTICS))
+        return dict(self.ask(Query.STATISTICS))
 
     def objects(self) -> Any:
         """The context's tensors and programs as the device has them (Query.OBJECTS)."""
-        self._alive()
-        return self._query(Query.OBJECTS)
+        return self.ask(Query.OBJECTS)
+
+    def trace(self) -> dict[str, Any]:
+        """Who ran on which queue, and when (Query.TRACE), for :func:`accelvisor.timeline.read`."""
+        return dict(self.ask(Query.TRACE))
+
+    def fabric(self) -> dict[str, Any]:
+        """The function's chips and links (Query.FABRIC)."""
+        return dict(self.ask(Query.FABRIC))
 
     @property
     def instructions(self) -> InstructionSet:
         """The device's instruction table by name."""
         if self._instructions is None:
-            self._alive()
-            self._instructions = parse_instructions(self._query(Query.INSTRUCTIONS))
+            self._instructions = parse_instructions(self.ask(Query.INSTRUCTIONS))
         return self._instructions
 
     # --- programs --------------------------------------------------------------------------------
@@ -391,13 +363,16 @@ class Function:
         digest = hashlib.sha256(data).digest()
         handle = self._programs.get(digest)
         if handle is None:
-            self._alive()
-            landing = self.copies.filled(data)
-            completion = self._carry(commands.program_load(0, landing.memory), landing)
-            landing.release()
-            self.check(completion)
-            self._programs[digest] = handle = completion.value
+            self._programs[digest] = handle = self._upload(data, commands.program_load)
         return handle
+
+    def _upload(self, data: bytes, entry: Callable[[int, Memory], bytes]) -> int:
+        self._alive()
+        landing = self.copies.filled(data)
+        completion = self.carry(entry(0, landing.memory), landing)
+        landing.release()
+        self.check(completion)
+        return completion.value
 
     def unload(self, data: bytes) -> None:
         """Forget an uploaded program; the device frees its temporaries."""
@@ -406,6 +381,34 @@ class Function:
         handle = self._programs.pop(hashlib.sha256(data).digest(), None)
         if handle is not None:
             self.call(commands.program_unload(0, handle))
+
+    # --- graphs and streams ----------------------------------------------------------------------
+
+    def graph(self, *, automatic: bool = True, name: str = "graph") -> Graph:
+        """A new graph to record: ``with fn.graph() as g: ...`` (accelvisor.guest.graphs)."""
+        from accelvisor.guest.graphs.graph import Graph
+
+        return Graph(self, automatic=automatic, name=name)
+
+    def load_graph(self, data: bytes) -> int:
+        """Upload a graph's bytes (accelvisor.abi.graphs); its handle. Raises as :meth:`load`."""
+        return self._upload(data, commands.graph_load)
+
+    def unload_graph(self, handle: int) -> None:
+        """Forget an uploaded graph."""
+        self.call(commands.graph_unload(0, handle))
+
+    def stream(self, chip: int | None = None) -> Stream:
+        """A new stream of launches, on one chip or on whichever is free."""
+        from accelvisor.guest.stream import Stream
+
+        return Stream(self, chip)
+
+    def event(self) -> Event:
+        """A new event: a point of a stream that other streams can wait for."""
+        from accelvisor.guest.stream import Event
+
+        return Event()
 
     @property
     def ops(self) -> Operations:
@@ -453,9 +456,7 @@ class Function:
 
         return empty(self, shape, dtype)
 
-    def full(
-        self, shape: Sequence[int] | int, value: float | int, dtype: str = "float32"
-    ) -> Tensor:
+    def full(self, shape: Sequence[int] | int, value: float, dtype: str = "float32") -> Tensor:
         """A tensor whose elements are all ``value``."""
         from accelvisor.guest.tensor import full
 

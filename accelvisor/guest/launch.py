@@ -70,11 +70,26 @@ class Bound:
             function.check(completion)
         return self.result
 
-    def launch(self, repeat: int = 1) -> Launch:
-        """Start it; the returned :class:`Launch` is waited for later."""
+    def launch(
+        self, repeat: int = 1, schedule: Callable[[bytes], bytes] | None = None
+    ) -> Launch:
+        """Start it; the returned :class:`Launch` is waited for later.
+
+        Args:
+            schedule: makes the ordered command one that is not (``commands.scheduled``).
+        """
         interrupt = self._expected_s >= INTERRUPT_FROM_S
         ends = time.perf_counter() + self._expected_s * repeat
-        return Launch(self, self._submit(repeat, interrupt), interrupt, ends)
+        return Launch(self, self._submit(repeat, interrupt, schedule), interrupt, ends)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What it is bound to, in slot order."""
+        return tuple(self._keep)
+
+    def entry(self, repeat: int, flags: int) -> bytes:
+        """The command, without its cookie."""
+        return launch(0, self._program, self._count, self._source, repeat, flags)
 
     def release(self) -> None:
         """Give back the bindings' staging memory, once no run uses it. Safe to call twice."""
@@ -105,7 +120,9 @@ class Bound:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _submit(self, repeat: int, interrupt: bool) -> int:
+    def _submit(
+        self, repeat: int, interrupt: bool, schedule: Callable[[bytes], bytes] | None = None
+    ) -> int:
         function = self.function
         if self._generation != function.generation or function.closed:
             gone = function.stale(self._generation)
@@ -120,9 +137,10 @@ class Bound:
         if entry is None:
             if not 1 <= repeat < 1 << 32:
                 raise UsageError(f"repeat {repeat}", where="launch", hint="1 or more")
-            flags = Flag.INTERRUPT if interrupt else 0
-            entry = launch(0, self._program, self._count, self._source, repeat, flags)
+            entry = self.entry(repeat, Flag.INTERRUPT if interrupt else 0)
             self._entries[key] = entry
+        if schedule is not None:
+            entry = schedule(entry)
         cookie = function.queue.submit(entry, function.timeout_s)
         self._flying.add(cookie)
         return cookie

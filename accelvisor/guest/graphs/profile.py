@@ -9,14 +9,14 @@ freedom from deadlock do not depend on it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from accelvisor.abi import programs
 from accelvisor.abi.attributes import unpack
 from accelvisor.abi.graphs import QueueType
-from accelvisor.abi.programs import Operation, Slot
+from accelvisor.abi.programs import Operation, Program, Role, Slot
 from accelvisor.abi.shapes import Bindings, parse, unify
 from accelvisor.errors import ProgramError
 from accelvisor.guest.instructions import Instruction
@@ -28,12 +28,28 @@ MACS, LANES, BYTES, ISSUE = 64 * 64, 64, 256, 32
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Of one program. ``reads`` and ``writes`` have one flag for each argument in binding order."""
+    """Of one program.
+
+    A program's temporaries are one piece of memory, so it cannot run twice at a time. What runs
+    beside itself on several queues is therefore the same program with its temporaries as outputs,
+    which each queue binds to memory of its own.
+
+    Attributes:
+        reads, writes: one flag for each argument of the original, in binding order.
+        cycles: the estimate.
+        data: the program without temporaries; the original where it had none.
+        layout: what is bound to ``data``, in order: argument n of the original, or ``~n`` for
+            its temporary n.
+        scratch: the temporaries' slots.
+    """
 
     type: QueueType
     reads: tuple[bool, ...]
     writes: tuple[bool, ...]
     cycles: int
+    data: bytes
+    layout: tuple[int, ...]
+    scratch: tuple[Slot, ...]
 
 
 def profile(data: bytes, table: Mapping[str, Instruction]) -> Profile:
@@ -57,12 +73,26 @@ def profile(data: bytes, table: Mapping[str, Instruction]) -> Profile:
         kinds.add(str(row.declaration.get("queue", "compute")))
         cycles += estimate(row, operation, program.slots)
     arguments = program.arguments()
+    temporaries = [i for i, s in enumerate(program.slots) if s.role is Role.TEMPORARY]
+    number = {slot: n for n, slot in enumerate(arguments)}
+    number |= {slot: ~n for n, slot in enumerate(temporaries)}
     return Profile(
         QueueType.TRANSFER if kinds == {"transfer"} else QueueType.COMPUTE,
         tuple(slot in read for slot in arguments),
         tuple(slot in written for slot in arguments),
         cycles,
+        _bare(program) if temporaries else data,
+        tuple(number[slot] for slot in range(len(program.slots))),
+        tuple(program.slots[i] for i in temporaries),
     )
+
+
+def _bare(program: Program) -> bytes:
+    """The program with its temporaries as outputs."""
+    slots = tuple(
+        replace(s, role=Role.OUTPUT) if s.role is Role.TEMPORARY else s for s in program.slots
+    )
+    return programs.encode(replace(program, slots=slots))
 
 
 def estimate(row: Instruction, operation: Operation, slots: Sequence[Slot]) -> int:
