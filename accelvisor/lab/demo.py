@@ -167,7 +167,7 @@ class Demonstration:
             self._accelctl(
                 "vm", "define", _VM,
                 "--memory", "384MiB",
-                "--kernel", f"{GUEST_IMAGES}/vmlinuz",
+                "--kernel", f"{GUEST_IMAGES}/vmlinux",
                 "--initrd", f"{GUEST_IMAGES}/initrd.img",
                 "--cmdline", f"{KERNEL_ARGUMENTS} hostname={_VM}",
                 "--disk", f"{GUEST_IMAGES}/base.squashfs,readonly",

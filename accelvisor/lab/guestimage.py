@@ -1,7 +1,8 @@
 """The guest image: kernel, a tiny initial RAM file system, and a squashed Debian root.
 
 A guest must be ready in seconds although every instruction is emulated, so there is no systemd in
-it: busybox init starts QEMU's guest agent and a shell. Its root is an overlay of the *base* (dear,
+it: busybox init starts QEMU's guest agent and a shell. For the same reason its kernel is unpacked
+here, and QEMU enters it as it is (PVH). Its root is an overlay of the *base* (dear,
 rarely built), the *layer* (the files of the accelvisor-guest package, built in about a second), and
 memory; both squashed disks are read-only and shared by all guests of a host.
 """
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import lzma
 import shutil
+import struct
+from collections.abc import Callable
 from pathlib import Path
 
 from accelvisor.errors import SystemFailure
@@ -18,7 +21,7 @@ from accelvisor.lab.cpio import Archive
 from accelvisor.lab.process import die_with_parent, in_private_mounts, run
 from accelvisor.lab.progress import Progress, run_logged
 
-_EDITION = "3"
+_EDITION = "4"
 _DATA = Path(__file__).parent / "data"
 
 PACKAGES = (
@@ -72,7 +75,7 @@ def base_key() -> str:
 
 
 def guest(progress: Progress) -> Path:
-    """A directory with ``vmlinuz``, ``initrd.img`` and ``base.squashfs``."""
+    """A directory with ``vmlinux``, ``initrd.img`` and ``base.squashfs``."""
 
     def build(work: Path) -> None:
         root = images.grow(images.base(progress), work / "root", progress, "guest image")
@@ -116,10 +119,13 @@ def layer(package: Path, host_root: Path, progress: Progress) -> Path:
 def _add_kernel(root: Path, progress: Progress) -> None:
     """Unpack the kernel without installing it: its install would build an initramfs of 30 MB."""
     script = (
+        # For _take_kernel alone, where the squashed root does not have it.
+        "cd /tmp && apt-get download -o APT::Sandbox::User=root zstd &&"
+        " dpkg-deb -x zstd_*.deb zstd && "
         f"name=$(apt-cache depends {KERNEL} | sed -n 's/.*Depends: \\(linux-image-[0-9].*\\)/\\1/p'"
-        ' | head -n 1) && cd /tmp && apt-get download -o APT::Sandbox::User=root "$name" &&'
+        ' | head -n 1) && apt-get download -o APT::Sandbox::User=root "$name" &&'
         " dpkg-deb --fsys-tarfile linux-image-*.deb | tar -x --keep-directory-symlink -C / &&"
-        ' rm linux-image-*.deb && depmod "$(ls /usr/lib/modules)"'
+        ' rm *.deb && depmod "$(ls /usr/lib/modules)"'
     )
     with progress.step("guest image: kernel") as step:
         run_logged(
@@ -167,8 +173,39 @@ def _take_kernel(root: Path, work: Path) -> None:
     if len(releases) != 1:
         raise SystemFailure(f"one kernel expected in the guest image, found {releases}")
     release = releases[0]
-    shutil.copyfile(root / f"boot/vmlinuz-{release}", work / "vmlinuz")
+    packed = (root / f"boot/vmlinuz-{release}").read_bytes()
+    (work / "vmlinux").write_bytes(unpacked(packed, lambda data: _unzstd(root, data)))
+    shutil.rmtree(root / "tmp/zstd")
     (work / "initrd.img").write_bytes(initial_ram(root, root / "usr/lib/modules" / release))
+
+
+def unpacked(kernel: bytes, unzstd: Callable[[bytes], bytes]) -> bytes:
+    """The ELF file in a bzImage, by Linux' boot protocol (Documentation/arch/x86/boot.rst).
+
+    Raises:
+        SystemFailure: it is none, or packed in a way that is not known here.
+    """
+    if kernel[0x202:0x206] != b"HdrS":
+        raise SystemFailure("the guest kernel is no bzImage", where="lab")
+    setup = (kernel[0x1F1] or 4) * 512 + 512
+    offset, length = struct.unpack_from("<II", kernel, 0x248)
+    payload = kernel[setup + offset : setup + offset + length]
+    # Behind what is packed stands its size.
+    packed, size = payload[:-4], int.from_bytes(payload[-4:], "little")
+    if packed.startswith(b"\x28\xb5\x2f\xfd"):
+        found = unzstd(packed)
+    elif packed.startswith(b"\xfd7zXZ\0"):
+        found = lzma.decompress(packed)
+    else:
+        raise SystemFailure(f"the guest kernel is packed as {packed[:6].hex()}", where="lab")
+    if len(found) != size or not found.startswith(b"\x7fELF"):
+        raise SystemFailure("the guest kernel does not unpack to an ELF file", where="lab")
+    return found
+
+
+def _unzstd(root: Path, data: bytes) -> bytes:
+    argv = images.chroot(root, ["/tmp/zstd/usr/bin/zstd", "-dc"])
+    return run(argv, input=data, timeout=60).stdout
 
 
 def initial_ram(root: Path, modules: Path) -> bytes:

@@ -234,7 +234,7 @@ def _dead(record: HostState) -> bool:
 def _offer(guest: Path, shared: Path) -> None:
     """Show the guest images to the hosts: hard links, since they are large and never change."""
     shared.mkdir(parents=True, exist_ok=True)
-    for name in ("vmlinuz", "initrd.img", "base.squashfs"):
+    for name in ("vmlinux", "initrd.img", "base.squashfs"):
         _link(guest / name, shared / name)
     if not (shared / "layer.squashfs").exists():
         _link(guest / "empty.squashfs", shared / "layer.squashfs")

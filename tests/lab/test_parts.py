@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import lzma
 import os
 import resource
 import subprocess
@@ -16,7 +17,7 @@ from accelvisor.errors import ConflictError, DeadlineError, SystemFailure, Usage
 from accelvisor.lab import apt, cache, images, process, state, takedown, tree
 from accelvisor.lab.cpio import Archive
 from accelvisor.lab.domain import DomainSpec
-from accelvisor.lab.guestimage import load_order
+from accelvisor.lab.guestimage import load_order, unpacked
 from accelvisor.lab.process import ProcessId
 from accelvisor.lab.progress import Progress, apt_percent, counted, run_logged
 
@@ -155,6 +156,35 @@ def test_modules_load_after_what_they_need(tmp_path: Path) -> None:
     assert order == ["low.ko", "mid.ko", "top-one.ko", "lone.ko.xz"]
     with pytest.raises(SystemFailure, match="absent"):
         load_order(tmp_path, ("absent",))
+
+
+def bzimage(payload: bytes, size: int, setup_sectors: int = 2) -> bytes:
+    """By the boot protocol: set-up sectors, then code, then what is packed and its size."""
+    head = bytearray((setup_sectors + 1) * 512)
+    head[0x1F1] = setup_sectors
+    head[0x202:0x206] = b"HdrS"
+    packed = payload + size.to_bytes(4, "little")
+    head[0x248:0x250] = (64).to_bytes(4, "little") + len(packed).to_bytes(4, "little")
+    return bytes(head) + bytes(64) + packed + b"what follows"
+
+
+def test_a_kernel_is_unpacked_whole_or_not_at_all() -> None:
+    plain = b"\x7fELF" + bytes(range(256)) * 40
+    packed = lzma.compress(plain)
+    told: list[bytes] = []
+    assert unpacked(bzimage(packed, len(plain)), lambda data: b"") == plain
+    zstd = b"\x28\xb5\x2f\xfd and so on"
+    assert unpacked(bzimage(zstd, len(plain)), lambda data: told.append(data) or plain) == plain
+    assert told == [zstd]
+    other = b"\x02!L\x18" + bytes(60)
+    for image in (
+        bytes(4096),
+        bzimage(packed, len(plain) + 1),
+        bzimage(lzma.compress(bytes(9)), 9),
+        bzimage(other, 9),
+    ):
+        with pytest.raises(SystemFailure, match="guest kernel"):
+            unpacked(image, lambda data: b"")
 
 
 def test_a_pid_that_was_reused_is_another_process() -> None:

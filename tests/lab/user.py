@@ -25,7 +25,7 @@ def define(host: LabHost, name: str, *options: str) -> None:
     accelctl(
         host, "vm", "define", name,
         "--memory", "256MiB",
-        "--kernel", f"{GUEST_IMAGES}/vmlinuz",
+        "--kernel", f"{GUEST_IMAGES}/vmlinux",
         "--initrd", f"{GUEST_IMAGES}/initrd.img",
         "--cmdline", f"{KERNEL_ARGUMENTS} hostname={name}",
         "--disk", f"{GUEST_IMAGES}/base.squashfs,readonly",

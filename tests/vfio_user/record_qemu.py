@@ -2,7 +2,7 @@
 
     python -m tests.vfio_user.record_qemu --qemu 'qemu-system-x86_64' --images DIR --work DIR
 
-DIR of ``--images`` has a laboratory guest: vmlinuz, initrd.img, base.squashfs. The work directory
+DIR of ``--images`` has a laboratory guest: vmlinux, initrd.img, base.squashfs. The work directory
 must be seen by QEMU under the same name (bind-mount it where QEMU runs in a chroot). QEMU >= 10.1.
 """
 
@@ -130,7 +130,7 @@ class Vm:
         words = [
             *qemu, "-nodefaults", "-display", "none", "-cpu", "max", "-m", "256",
             "-object", "memory-backend-memfd,id=ram,size=256M,share=on",
-            "-kernel", f"{images}/vmlinuz", "-initrd", f"{images}/initrd.img", "-append", _KERNEL,
+            "-kernel", f"{images}/vmlinux", "-initrd", f"{images}/initrd.img", "-append", _KERNEL,
             "-serial", f"file:{work}/console",
             "-chardev", f"socket,id=agent,path={self._agent_path},server=on,wait=off",
             "-device", "virtio-serial-pci",

@@ -71,7 +71,7 @@ def test_this_qemu_speaks_as_the_golden_one(
     host, guest = images()
     for name in ("upper", "scratch", "root", "shared/images"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("vmlinuz", "initrd.img", "base.squashfs"):
+    for name in ("vmlinux", "initrd.img", "base.squashfs"):
         shutil.copyfile(guest / name, tmp_path / "shared/images" / name)
     qemu = shlex.join(["chroot", str(tmp_path / "root"), "qemu-system-x86_64"])
     shared = tmp_path / "shared"

@@ -10,12 +10,15 @@ for module in /modules/*.ko; do insmod "$module"; done
 
 # Disks are found by serial: a test may add others, in any order.
 disk() {
+    found=
     for entry in /sys/block/vd*; do
-        [ "$(cat "$entry/serial" 2>/dev/null)" = "$1" ] && echo "/dev/${entry##*/}" && return
+        read -r serial 2>/dev/null <"$entry/serial"
+        [ "$serial" = "$1" ] && found="/dev/${entry##*/}" && return
     done
 }
 
-base=$(disk base)
+disk base
+base=$found
 if [ -z "$base" ]; then
     echo "accelvisor guest: no disk with the serial 'base'; disks: $(ls /sys/block)"
     exec sh
@@ -24,8 +27,8 @@ mount -t tmpfs -o mode=755 memory /memory
 mkdir /memory/upper /memory/work
 mount -t squashfs -o ro "$base" /base
 lower=/base
-layer=$(disk layer)
-if [ -n "$layer" ] && mount -t squashfs -o ro "$layer" /layer; then lower=/layer:/base; fi
+disk layer
+if [ -n "$found" ] && mount -t squashfs -o ro "$found" /layer; then lower=/layer:/base; fi
 mount -t overlay -o "lowerdir=$lower,upperdir=/memory/upper,workdir=/memory/work" root /root
 for directory in dev proc sys; do mount -o move "/$directory" "/root/$directory"; done
 exec switch_root /root /sbin/init
