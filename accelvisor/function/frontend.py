@@ -17,7 +17,7 @@ import logging
 import struct
 from collections.abc import Callable, Sequence
 
-from accelvisor.abi.commands import COMPLETION, Flag, Opcode
+from accelvisor.abi.commands import ANY_CHIP, COMPLETION, Flag, Opcode
 from accelvisor.abi.registers import (
     COMMAND_BYTES,
     COMPLETION_BYTES,
@@ -188,8 +188,9 @@ class Frontend:
                 break
             kind = head >> 16 & _UNORDERED
             if kind:
-                if kind != _PLAIN or opcode or words[at + 13] | words[at + 14] | words[at + 15]:
-                    break
+                ids = words[at + 13] | words[at + 14] | words[at + 15]
+                if kind != _PLAIN or opcode or ids or words[at + 12] != ANY_CHIP:
+                    break  # whatever else it is, it is looked at closely
             elif others:
                 break
             flags |= head >> 16
