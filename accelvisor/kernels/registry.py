@@ -12,10 +12,10 @@ from typing import Any
 
 from accelvisor.abi.programs import MAX_ATTRIBUTES, MAX_OPERANDS
 from accelvisor.abi.shapes import parse, parse_requirement
-from accelvisor.kernels import conv, elementwise, linear, move, nn, pool, reduce
+from accelvisor.kernels import conv, elementwise, exchange, linear, move, nn, pool, reduce
 from accelvisor.kernels.declare import Instruction
 
-_TOPICS: tuple[ModuleType, ...] = (move, elementwise, reduce, linear, conv, pool, nn)
+_TOPICS: tuple[ModuleType, ...] = (move, elementwise, reduce, linear, conv, pool, nn, exchange)
 
 
 def _collect() -> dict[int, Instruction]:

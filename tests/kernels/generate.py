@@ -16,6 +16,7 @@ import numpy as np
 from accelvisor.abi.shapes import Bindings, bind_shapes, build, evaluate, parse, parse_requirement
 from accelvisor.errors import ProgramError
 from accelvisor.kernels.declare import Access, Array, Instruction
+from accelvisor.kernels.registry import BY_NAME
 
 SIZES = (0, 1, 1, 2, 3, 3, 4, 5, 7, 8, 9, 13)
 STARS = ((), (1,), (3,), (0,), (17,), (2, 3), (5, 1), (2, 0, 3), (2, 2, 2, 2), (29,), (5, 7))
@@ -110,8 +111,20 @@ def _case(instruction: Instruction, rng: random.Random, kind: str, fixed: dict[s
         if below == 0 and 0 not in shape:
             raise ProgramError("no index fits an empty axis")
         arrays.append(data(rng, shape, np.dtype(label), kind, below))
+    _fill_packed(instruction, arrays, named)
     values = tuple(named[a.name] for a in instruction.attributes)
     return Case(instruction, tuple(arrays), values, named, kind)
+
+
+def _fill_packed(instruction: Instruction, arrays: list[Array], named: dict[str, Any]) -> None:
+    """What an instruction reads packed, is packed: any other bytes are a fault."""
+    if instruction.name in ("zvc_hop", "zvc_unpack"):
+        n, block = arrays[1].size, named["block"]
+        x = arrays[0][:n].copy()
+        x[::3] = 0
+        arrays[0] = np.zeros_like(arrays[0])
+        pack = BY_NAME["zvc_pack"]
+        pack.run_reference([x, arrays[0]], (-1, -1, named["bfloat16"], block))
 
 
 def _attribute(attribute: Any, rng: random.Random) -> Any:
