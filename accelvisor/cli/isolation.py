@@ -40,6 +40,14 @@ def card_set(session: Session) -> int:
     return 0
 
 
+def card_chip(session: Session) -> int:
+    options = session.options
+    mode = {"enable": "enabled", "disable": "disabled"}.get(options.mode, "pass_through")
+    reply = session.call("SetChip", card=options.card, chip=options.chip, mode=mode)
+    session.show(reply, lambda: _card(reply["card"]))
+    return 0
+
+
 def attach(session: Session) -> int:
     """``accelctl attach VM --card``: a static function of its own for a VM."""
     options = session.options
@@ -129,7 +137,10 @@ def _card(item: Mapping[str, Any]) -> str:
     free = ", ".join(f"chip {chip}: {count}" for chip, count in enumerate(item["free_by_chip"]))
     port = f"{render.size(item['host_port'])}/s" if item["host_port"] else "not limited"
     memory = f"{render.size(item['memory_free'])} of {render.size(item['memory_bytes'])}"
-    links = ", ".join(f"{link['one']}-{link['other']}" for link in item["links"])
+    modes = [
+        f"chip {chip}: {mode.replace('_', '-')}"
+        for chip, mode in enumerate(item["modes"]) if mode != "enabled"
+    ]  # fmt: skip
     pairs = [
         ("card", item["name"]),
         ("mode", _mode(item)),
@@ -137,8 +148,9 @@ def _card(item: Mapping[str, Any]) -> str:
         ("table", item["table_digest"]),
         ("problem", item["problem"]),
         ("waiting", ", ".join(item["waiting"])),
-        ("chips", f"{item['chips']} with {item['cores_per_chip']} cores each"),
-        ("links", links or "-"),
+        ("chips", f"{item['chips']} with {item['cores_per_chip']} cores each{_grid(item)}"),
+        ("switched", ", ".join(modes)),
+        ("links free", f"{len(item['links_free'])} of {len(item['links'])}{_links(item)}"),
         ("cores free", f"{item['cores_free']} of {item['cores']} ({free})"),
         ("memory free", f"{memory}, in {item['banks']} banks"),
         ("free pieces", "\n".join(map(_range, item["free_ranges"]))),
@@ -151,6 +163,20 @@ def _card(item: Mapping[str, Any]) -> str:
     if item["holders"]:
         tables.append(_holders(item["holders"]))
     return "\n\n".join(tables)
+
+
+def _grid(item: Mapping[str, Any]) -> str:
+    if item["chips"] == item["columns"]:
+        return ""
+    rows = f"{item['rows']} rows of {item['columns']}"
+    return f", in {rows}" if item["boards"] == 1 else f", on {item['boards']} boards with {rows}"
+
+
+def _links(item: Mapping[str, Any]) -> str:
+    """Which are free, by their ends."""
+    ends = {link["number"]: f"{link['one']}-{link['other']}" for link in item["links"]}
+    free = ", ".join(ends[number] for number in item["links_free"])
+    return f" ({free})" if free else ""
 
 
 def _mode(item: Mapping[str, Any]) -> str:
@@ -200,6 +226,7 @@ def _shares(items: Sequence[Mapping[str, Any]]) -> str:
             "CORES": " ".join(
                 f"{place['chip']}:{render.numbers(place['cores'])}" for place in item["cores"]
             ),
+            "LINKS": render.numbers(item["links"]) or "-",
             "MEMORY": ", ".join(map(_range, item["ranges"])) or "-",
             "QUEUES": render.numbers(item["queues"]) or "-",
             "VECTOR": str(item["vector"]),
@@ -222,6 +249,7 @@ def _profiles(items: Sequence[Mapping[str, Any]]) -> str:
             "PROFILE": item["name"],
             "CORES": str(item["cores"]),
             "CHIPS": str(item["chips"]),
+            "LINKS": item["links"] if item["chips"] > 1 else "-",
             "MEMORY": render.size(item["memory_bytes"]),
             "WINDOW": render.size(item["window_bytes"]),
             "QUEUES": str(item["queues"]),

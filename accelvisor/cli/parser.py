@@ -45,6 +45,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def number(text: str) -> int:
+    """A whole number from 0 on."""
+    if not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
+    return int(text)
+
+
 def functions(text: str) -> int:
     """A number of static functions; which ones a card takes the daemon says."""
     return 0 if text == "0" else count(text)
@@ -79,12 +86,13 @@ class _Group:
         self._actions = parser.add_subparsers(dest=dest, metavar="COMMAND", required=True)
         self._common = common
 
-    def command(self, name: str, about: str) -> argparse.ArgumentParser:
+    def command(self, name: str, about: str, json_file: str = "") -> argparse.ArgumentParser:
+        """``json_file``: what --json writes when it is given a file."""
         return self._actions.add_parser(
             name,
             help=about,
             description=about[:1].upper() + about[1:] + ".",
-            parents=[self._common()],
+            parents=[self._common(json_file)],
         )
 
     def noun(self, name: str, about: str, dest: str) -> _Group:
@@ -94,14 +102,19 @@ class _Group:
         return _Group(made, dest, self._common)
 
 
-_Common = Callable[[], argparse.ArgumentParser]
+_Common = Callable[[str], argparse.ArgumentParser]
 
 
-def _common() -> argparse.ArgumentParser:
+def _common(json_file: str = "") -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(add_help=False)
-    made.add_argument(
-        "--json", action="store_true", help="print the object that the admin interface carries"
-    )
+    about = "print the object that the admin interface carries"
+    if json_file:
+        made.add_argument(
+            "--json", nargs="?", const=True, default=False, metavar="FILE",
+            help=f"{about}; with FILE: write there {json_file}",
+        )  # fmt: skip
+    else:
+        made.add_argument("--json", action="store_true", help=about)
     made.add_argument(
         "--socket", metavar="PATH", help="admin socket (default: admin in ACCELVISOR_RUN_DIR)"
     )
@@ -128,6 +141,10 @@ def build(chosen: str | None = None) -> argparse.ArgumentParser:
         else:
             top.command(name, about)
     top.command("profiles", "list the profiles, with how many more of each fit")
+    topology = top.command("topology", "draw the chips and links of cards, and who has them")
+    topology.add_argument("card", metavar="CARD", nargs="?", help="only this one")
+    topology.add_argument("--svg", metavar="FILE", help="as a picture (- for standard output)")
+    _trace(top)
     _attachments(top)
     _migrate(top)
     events = top.command("events", "print what happened on this host")
@@ -163,6 +180,10 @@ def _cards(group: _Group) -> None:
         "--functions", type=functions, required=True, metavar="N",
         help="1, 2, 4, 8 or 16; 0: dynamic",
     )  # fmt: skip
+    chip = group.command("chip", "switch a chip on or off, or let links only lead over it")
+    chip.add_argument("card", metavar="CARD")
+    chip.add_argument("chip", type=number, metavar="CHIP", help="its number on the card")
+    chip.add_argument("mode", choices=("enable", "disable", "pass-through"))
 
 
 def _functions(group: _Group) -> None:
@@ -192,6 +213,15 @@ def _functions(group: _Group) -> None:
         verb.add_argument(
             "--dry-run", action="store_true", default=None, help="only show the plan"
         )
+
+
+def _trace(top: _Group) -> None:
+    verb = top.command(
+        "trace", "show what ran when on the chips of a function", json_file="as a Chrome trace"
+    )
+    verb.add_argument("function", metavar="FUNCTION", help="its name or UUID")
+    verb.add_argument("--svg", metavar="FILE", help="as a picture (- for standard output)")
+    verb.add_argument("--png", metavar="FILE", help="the same, in pixels")
 
 
 def _attachments(top: _Group) -> None:

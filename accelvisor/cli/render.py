@@ -110,6 +110,7 @@ def function(item: Mapping[str, Any]) -> str:
         ("profile", item["profile"]),
         ("card", item["card"]),
         ("cores", f"{item['cores']} ({places})"),
+        ("links", numbers(item["links"]) or "-"),
         ("memory", size(item["memory_bytes"])),
         ("epoch", str(item["epoch"])),
         ("policy", f"{item['policy'].replace('_', '-')}, weight {item['weight']}"),

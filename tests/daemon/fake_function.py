@@ -3,7 +3,8 @@
 UUID.gave-up, UUID.connected, UUID.quarantined and UUID.dirty there make it say so; a shy one admits
 no VM, an unwilling spare becomes nothing. In UUID.shaping: "stiff" refuses another shape, "lost"
 takes it and dies before it answers, "absent" dies before it takes it, "liar" only says it took it.
-UUID.sandbox is added to its worker's status.
+UUID.sandbox is added to its worker's status. UUID.fabric and UUID.trace are what it answers to
+these requests, as JSON; without them it does not know them.
 """
 
 from __future__ import annotations
@@ -150,6 +151,10 @@ def main() -> None:
             now = {"epoch": shape["epoch"], "shape_epoch": shape["epoch"], "resets": resets}
             fields = {**now, **told}
             return {"parameters": fields}
+        if method in ("fabric", "trace"):
+            text = said_in(method)
+            error = {"code": "unknown-method", "message": "?", "where": "control", "hint": ""}
+            return {"error": error} if text is None else {"parameters": json.loads(text)}
         return {"parameters": {"resets": resets, "commands": 0}}
 
     if temper == "stubborn":
