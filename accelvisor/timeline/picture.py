@@ -21,8 +21,9 @@ _COLOURS = (
 )  # fmt: skip
 _OTHERS, _INK, _QUIET, _RULE, _BAND = "#b0b0b0", "#202020", "#606060", "#e0e0e0", "#f5f6f8"
 _ROW, _GAP, _GROUP, _HEAD, _MARGIN = 16, 4, 8, 46, 14
-#: Pixels of the widest picture, and of the widest lane names.
-_WIDEST, _NAMES = 8000, 40 * CHARACTER
+_BASE = 11.5  # of the text in a row
+#: Pixels of the narrowest and the widest picture; characters of the longest name.
+_NARROWEST, _WIDEST = 400, 8000
 _LABEL = 34
 
 
@@ -59,21 +60,24 @@ def draw(
     spans: Sequence[Span], title: str = "", *, width: int = 1200, model: bool = False
 ) -> Drawing:
     """The picture as a drawing."""
-    if not 400 <= width <= _WIDEST:
+    if not _NARROWEST <= width <= _WIDEST:
         raise UsageError(f"a picture {width} pixels wide", where="picture", hint="400 to 8000")
+    most = min(_LABEL, width // (3 * CHARACTER) - 11)
     lanes = _lanes(spans)
     colours = _colours(spans)
-    longest = max((len(_shown(lane.name)) for lane in lanes), default=0)
-    left = _MARGIN + min(_NAMES, (longest + 11) * CHARACTER)
+    longest = max((len(_shown(lane.name, most)) for lane in lanes), default=0)
+    left = _MARGIN + (longest + 11) * CHARACTER
     right = width - _MARGIN - 6 * CHARACTER
     zero = min((s.start_ns for s in spans), default=0)
     last = max((s.end_ns for s in spans), default=0)
     scale = (right - left) / max(last - zero, 1)
     entries = _legend(colours, left, right)
     top = _HEAD + max((row for *_, row in entries), default=0) * 14
+    summary = _summary(spans, last - zero, model)
+    room = (width - 2 * _MARGIN) // CHARACTER - len(summary) - 2
     items: list[Box | Text] = [
-        Text(_MARGIN, 20, title or "who ran when", _INK, bold=True),
-        Text(width - _MARGIN, 20, _summary(spans, last - zero, model), _QUIET, "end"),
+        Text(_MARGIN, 20, _shown(title or "who ran when", room), _INK, bold=True),
+        Text(width - _MARGIN, 20, summary, _QUIET, "end"),
     ]
     for x, label, colour, row in entries:
         items.append(Box(x, 28 + row * 14, 9, 9, colour))
@@ -86,7 +90,9 @@ def draw(
         fresh = n == 0 or lane.name != lanes[n - 1].name
         if n and fresh:
             y += _GROUP
-        items += _row(lane, fresh, y, (left, right), zero, scale, colours, model, last - zero)
+        if fresh:
+            items.append(Text(_MARGIN, y + _BASE, _shown(lane.name, most), _INK, bold=True))
+        items += _row(lane, y, (left, right), (zero, last), colours, model)
         y += lane.height + _GAP
     items.append(Box(left, bottom, right - left, 1, _QUIET))
     items += [Text(left + at * scale, bottom + 14, text, _QUIET, "middle") for at, text in ticks]
@@ -94,17 +100,16 @@ def draw(
 
 
 def _row(
-    lane: _Lane, named: bool, y: float, across: tuple[float, float], zero: int, scale: float,
-    colours: dict[str, str], model: bool, whole: int,
+    lane: _Lane, y: float, across: tuple[float, float], time: tuple[int, int],
+    colours: dict[str, str], model: bool,
 ) -> list[Box | Text]:  # fmt: skip
-    left, right = across
-    base = y + _ROW - 4.5
+    """One lane: its band, how much of the time it was busy, its spans."""
+    (left, right), (zero, last) = across, time
+    scale = (right - left) / max(last - zero, 1)
     items: list[Box | Text] = [Box(left, y, right - left, lane.height, _BAND)]
-    if named:
-        items.append(Text(_MARGIN, base, _shown(lane.name), _INK, bold=True))
-    items.append(Text(left - 6, base, lane.queue, _QUIET, "end"))
+    items.append(Text(left - 6, y + _BASE, lane.queue, _QUIET, "end"))
     busy = sum(s.end_ns - s.start_ns for row in lane.rows for s in row)
-    items.append(Text(right + 6, base, f"{100 * busy / max(whole, 1):.0f} %", _QUIET))
+    items.append(Text(right + 6, y + _BASE, f"{100 * busy / max(last - zero, 1):.0f} %", _QUIET))
     for n, row in enumerate(lane.rows):
         edge, colour_at_edge = -1.0, ""
         for span in row:
@@ -119,7 +124,7 @@ def _row(
             if (len(span.label) + 1) * CHARACTER <= size:
                 middle = x + size / 2
                 ink = _ink(colour)
-                items.append(Text(middle, base + n * _ROW, _ascii(span.label), ink, "middle"))
+                items.append(Text(middle, y + _BASE + n * _ROW, _ascii(span.label), ink, "middle"))
     return items
 
 
@@ -218,12 +223,12 @@ def _told(span: Span, zero: int, model: bool) -> str:
         parts.append(f"{span.cycles:,} cycles")
     if span.client:
         parts.append(span.client)
-    return ", ".join(parts)
+    return _ascii(", ".join(parts))
 
 
-def _shown(text: str) -> str:
+def _shown(text: str, most: int = _LABEL) -> str:
     text = _ascii(text)
-    return text if len(text) <= _LABEL else text[: _LABEL - 3] + "..."
+    return text if len(text) <= most else text[: max(most - 3, 0)] + "..."
 
 
 def _ascii(text: str) -> str:
