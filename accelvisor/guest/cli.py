@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except AccelvisorError as error:
-        return _complain(error, getattr(options, "json", False))
+        return _complain(error, getattr(options, "json", False) is True)
     except KeyboardInterrupt:
         print("accelguest: interrupted", file=sys.stderr)
         return 130
@@ -65,10 +65,14 @@ def build_parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--driver", choices=("sysfs", "vfio"), help="how to reach it (default: what fits)"
     )
-    common.add_argument("--json", action="store_true", help="print JSON instead of text")
+    plain = argparse.ArgumentParser(add_help=False)
+    plain.add_argument("--json", action="store_true", help="print JSON instead of text")
+    both = [common, plain]
 
-    def add(name: str, run: Callable[[argparse.Namespace], int], text: str) -> Any:
-        command = commands.add_parser(name, parents=[common], help=text, description=text)
+    def add(
+        name: str, run: Callable[[argparse.Namespace], int], text: str, parents: Any = both
+    ) -> Any:
+        command = commands.add_parser(name, parents=parents, help=text, description=text)
         command.set_defaults(run=run)
         return command
 
@@ -102,6 +106,18 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("--rate", type=float, default=0.15, metavar="R", help="default: 0.15")
     train.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     train.add_argument("--save", type=Path, metavar="OUT", help="write the network to an .npz")
+
+    trace = add("trace", _trace, "Run something on all chips, and show who ran when.", [common])
+    trace.add_argument(
+        "--run", dest="what", choices=("demo", "train"), default="demo",
+        help="what to run (default: demo)",
+    )
+    trace.add_argument(
+        "--json", nargs="?", const=True, metavar="FILE",
+        help="write a Chrome trace; without FILE, print the device's own spans",
+    )  # fmt: skip
+    trace.add_argument("--svg", type=Path, metavar="FILE", help="write a picture")
+    trace.add_argument("--png", type=Path, metavar="FILE", help="write a picture")
     return parser
 
 
@@ -286,6 +302,35 @@ def _train(options: argparse.Namespace) -> int:
     print(f"clock      {told['cycles']:,} cycles of the function's model clock")
     print(f"weights    sha256 {told['weights_sha256']}")
     return EXIT_DONE
+
+
+def _trace(options: argparse.Namespace) -> int:
+    from accelvisor import timeline
+    from accelvisor.guest import tracing
+
+    with _open(options) as fn:
+        tracing.RUNS[options.what](fn)
+        told = fn.trace()
+        title = f"accelguest trace --run {options.what}, function {fn.identity.uuid}"
+    trace = timeline.read(told)
+    if options.json is True:
+        _print_json(told)
+    elif options.json:
+        _write(options.json, json.dumps(timeline.chrome(trace.spans, trace.dropped)) + "\n")
+    if options.svg:
+        _write(options.svg, timeline.svg(trace.spans, title))
+    if options.png:
+        _write(options.png, timeline.png(trace.spans, title))
+    if options.json is not True:
+        print(tracing.table(trace))
+    return EXIT_DONE
+
+
+def _write(path: Path | str, data: str | bytes) -> None:
+    try:
+        Path(path).write_bytes(data.encode() if isinstance(data, str) else data)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}", where="command line") from error
 
 
 # --- for people -----------------------------------------------------------------------------------

@@ -193,25 +193,30 @@ def _summary(spans: Sequence[Span], whole: int, model: bool) -> str:
 
 
 def _ticks(whole: int, pixels: float, model: bool) -> list[tuple[int, str]]:
-    """(nanoseconds, text) at 1, 2 or 5 times a power of ten, some 100 pixels apart."""
+    """(nanoseconds, text) at 1, 2 or 5 times a power of ten, some 100 pixels apart; in one unit,
+    with as many places as tell them apart.
+    """
     least = whole * 100 / max(pixels, 1)
     step = 1
     while step < least:
         step = step * 5 // 2 if str(step)[0] == "2" else step * 2
-    count = min(whole // step, 1000)
-    return [(n * step, _time(n * step, model, step)) for n in range(int(count) + 1)]
-
-
-def _time(ns: int, model: bool, step: int = 0) -> str:
-    """For people; with ``step``, with as many places as tell such steps apart."""
+    ticks = range(0, whole + 1, step)
     if model:
-        cycles = ns / 1000
-        return f"{cycles:,.0f}" if step else f"{cycles:,.0f} cycles"
-    for unit, size in (("s", 10**9), ("ms", 10**6), ("us", 10**3)):
-        if ns >= size or unit == "us":
-            places = 0 if step >= size else 3 if step == 0 else len(str(size // max(step, 1))) - 1
-            return f"{ns / size:.{min(places, 6)}f} {unit}" if ns else f"0 {unit}"
-    return f"{ns} ns"
+        return [(at, f"{at // 1000:,}") for at in ticks]
+    unit, size = next((u for u in _UNITS if ticks[-1] >= u[1]), _UNITS[-1])
+    places = next(n for n in range(10) if step * 10**n % size == 0)
+    return [(at, f"{at / size:.{places}f} {unit}") for at in ticks]
+
+
+_UNITS = (("s", 10**9), ("ms", 10**6), ("us", 10**3), ("ns", 1))
+
+
+def _time(ns: int, model: bool) -> str:
+    """A length of time, for people."""
+    if model:
+        return f"{ns / 1000:,.0f} cycles"
+    unit, size = next((u for u in _UNITS if ns >= u[1]), _UNITS[-1])
+    return f"{ns / size:.{3 if size > 1 else 0}f} {unit}"
 
 
 def _told(span: Span, zero: int, model: bool) -> str:

@@ -1,10 +1,9 @@
 """The fake device with what it lacks for graphs: GRAPH_LOAD, GRAPH_LAUNCH, commands that are not
 ordered, Query.TRACE and FABRIC.
 
-Graphs are carried out entry by entry, an arbitrary queue each time, by the kernels' own tiles; a
-node whose memory another queue's node may touch at the same time fails the test. Commands that are
-not ordered run when they come, after checking that what they depend on is known, as the device
-would: the last ``remembered`` ids.
+Graphs are carried out entry by entry, an arbitrary queue each time, by the kernels' own tiles.
+Commands that are not ordered run when they come, after checking that what they depend on is known,
+as the device would: the last ``remembered`` ids.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from accelvisor.abi.commands import SCHEDULE, SCHEDULE_AT, Completion, Flag, Que
 from accelvisor.abi.graphs import Graph, Kind
 from accelvisor.abi.status import CommandStatus
 from accelvisor.errors import ProgramError
-from accelvisor.kernels.interpreter import execute
 from accelvisor.kernels.programs import prepare
 
 from .fake_device import FakeDevice
@@ -27,8 +25,7 @@ from .fake_device import FakeDevice
 
 @dataclass
 class GraphDevice(FakeDevice):
-    """See the module. ``seed``: of the order in which queues run. ``held``: SYNC ids that complete
-    only when :meth:`release` is called."""
+    """See the module. ``seed``: of the order in which queues run. ``down``: links that are."""
 
     seed: int = 0
     chips: int = 4
@@ -39,9 +36,10 @@ class GraphDevice(FakeDevice):
         self.graphs: dict[int, Graph] = {}
         self.completed: deque[int] = deque(maxlen=self.remembered)
         self.ids: list[tuple[int, int, int, int]] = []  # opcode, chip, own, on
-        self.known: dict[int, list[int]] = {}  # id -> the ids that it was known to come after
         self.turns = 0
         self.spans: list[dict[str, Any]] = []
+        self._cookie = 0
+        self._looked_at: set[tuple[int, int]] = set()
         super().__post_init__()
 
     def read32(self, offset: int) -> int:
@@ -52,6 +50,7 @@ class GraphDevice(FakeDevice):
 
     def _execute(self, queue: int, entry: bytes) -> Completion:
         opcode, flags, cookie = commands.HEADER.unpack_from(entry)
+        self._cookie = cookie
         chip, _, own, on, _ = SCHEDULE.unpack_from(entry, SCHEDULE_AT)
         loose = flags & (Flag.PLAIN | Flag.SYNC | Flag.CONDITIONAL)
         self.ids.append((opcode, chip if loose else -1, own, on))
@@ -81,7 +80,7 @@ class GraphDevice(FakeDevice):
         graph = self.graphs.get(handle)
         if graph is None:
             return CommandStatus.BAD_HANDLE, 0
-        for node in graph.nodes:
+        for node in graph.nodes if self.down else ():
             for operation in prepare(self.programs[node.program]):
                 if operation.link in self.down:
                     self.detail = f"the link {operation.link} is down"
@@ -110,23 +109,47 @@ class GraphDevice(FakeDevice):
             elif entry.kind is Kind.RUN:
                 node = graph.nodes[entry.value]
                 program = self.programs[node.program]
-                self._check_queue(program, key[1])
+                if (node.program, key[1]) not in self._looked_at:
+                    self._check_queue(program, key[1])
+                    self._looked_at.add((node.program, key[1]))
                 status, _ = self._interpret(program, [tuple(b) for b in node.bindings], 1)
                 if status:
                     return status
-                start = self.turns * 1000
-                self.turns += 1
-                self.spans.append(
-                    {"context": 0, "name": "test", "chip": key[0], "queue": key[1].name.lower(),
-                     "label": "node", "command": 1, "node": entry.value, "start_ns": start,
-                     "end_ns": start + 900, "cycles": 5, "cycle_start": start}
-                )  # fmt: skip
+                self._note(key, entry.value)
         return 0
+
+    def _note(self, key: tuple[int, graphs.QueueType], node: int) -> None:
+        start = self.turns * 1000
+        self.turns += 1
+        self.spans.append(
+            {"context": 0, "name": "test", "chip": key[0], "queue": key[1].name.lower(),
+             "label": "node", "command": self._cookie, "node": node, "start_ns": start,
+             "end_ns": start + 900, "cycles": 5, "cycle_start": start}
+        )  # fmt: skip
 
     def _check_queue(self, program: programs.Program, kind: graphs.QueueType) -> None:
         kinds = {o.instruction.queue.value for o in prepare(program)}
         wanted = "transfer" if kinds == {"transfer"} else "compute"
         assert kind.name.lower() == wanted
+
+    def _link_switch(self, queue: int, raw: bytes) -> tuple[int, int]:
+        number, on = commands.LINK.unpack_from(raw)
+        for row in self._links():
+            if number in (row["link"], commands.ALL_LINKS):
+                ends = {tuple(row["ends"]), tuple(row["ends"][::-1])}
+                self.down = self.down - ends if on else self.down | ends
+        known = number < self.chips or number == commands.ALL_LINKS
+        return (0 if known else CommandStatus.BAD_DESCRIPTOR), 0
+
+    def _links(self) -> list[dict[str, Any]]:
+        """A ring."""
+        found = []
+        for n in range(self.chips if self.chips > 2 else self.chips - 1):
+            ends = (n, (n + 1) % self.chips)
+            state = "down" if ends in self.down else "up"
+            found.append({"link": n, "number": n, "ends": list(ends), "kind": "inter-chip",
+                          "state": state, "bytes": 0, "flits": 0, "transfers": 0})  # fmt: skip
+        return found
 
     def _query(self, queue: int, raw: bytes) -> tuple[int, int]:
         import json
@@ -136,11 +159,8 @@ class GraphDevice(FakeDevice):
             return super()._query(queue, raw)
         answer: Any = {"clock": "monotonic", "spans": self.spans[-200:], "dropped": 0}
         if what == Query.FABRIC:
-            answer = {"chips": [{"chip": n} for n in range(self.chips)], "links": []}
+            answer = {"chips": [{"chip": n} for n in range(self.chips)], "links": self._links()}
         data = json.dumps(answer).encode()
         memory = commands.parse_memory(target)
         self._put(memory, data[: memory.length])
         return 0, len(data)
-
-
-__all__ = ["GraphDevice", "execute"]

@@ -338,18 +338,40 @@ def test_a_product_is_estimated_longer_than_a_sum_of_as_many_bytes(fn: Function)
     assert (long.reads, long.writes) == ((True, True, False), (False, False, True))
 
 
-def test_calibrated_costs_replace_estimates(fn: Function) -> None:
+def test_measured_costs_replace_estimates(fn: Function, device: GraphDevice) -> None:
     x, y = fn.ones(8), fn.zeros(8)
     with fn.graph() as g:
         g.run(adding(fn), x, y)
-        g.run(pair(fn, "mul"), x, y, chip=1)
+        g.run(pair(fn, "mul"), x, x, chip=1)
     estimated = [s.cycles for s in g.timeline()]
-    g.calibrate()
-    assert [s.cycles for s in g.timeline()] == [7, 7]  # what the fake device says of anything
-    assert estimated != [7, 7]
-    assert y.numpy().tolist() == [0.0] * 8  # measured on other memory
+    with pytest.raises(ConflictError) as caught:
+        g.calibrate()
+    assert caught.value.code == "graph-not-run"
     g()
-    assert y.numpy().tolist() == [1.0] * 8
+    g.calibrate()
+    assert [s.cycles for s in g.timeline()] == [5, 5]  # what the fake device says of any node
+    assert estimated != [5, 5]
+    g()
+    assert y.numpy().tolist() == [2.0] * 8
+    assert len(device.graphs) == 1
+
+
+def test_calibration_may_change_the_order_of_a_queue(fn: Function, device: GraphDevice) -> None:
+    """Two programs whose estimates say the opposite of what the device does."""
+    with fn.program("long?") as first:
+        first.output(first.call("matmul", first.input((256, 256)), first.input((256, 256))))
+    with fn.graph() as g:
+        a = fn.ones((256, 256))
+        short = g.run(pair(fn, "add"), fn.ones(8), fn.ones(8))
+        g.run(pair(fn, "mul"), short, short, chip=1)
+        long = g.run(first, a, a)
+        g.run(first, long, long, chip=2)
+    before = g.build()
+    g()
+    device.spans = [{**s, "cycles": 9000 if s["node"] < 2 else 1} for s in device.spans]
+    g.calibrate()
+    assert g.build() != before
+    g()
 
 
 def test_the_models_timeline_has_each_node_on_its_lane(fn: Function) -> None:

@@ -185,6 +185,24 @@ def test_no_text_lies_on_another(scale: int, model: bool) -> None:
                 assert a[1] <= b[0] + 0.01
 
 
+@given(st.integers(1, 10**13), st.booleans())
+def test_ticks_are_told_apart_and_say_where_they_are(whole: int, model: bool) -> None:
+    drawing = draw([Span("chip 0", "compute", "a", 7, 7 + whole)], model=model)
+    base = max(t.y for t in drawing.items if isinstance(t, Text))
+    ticks = [t for t in drawing.items if isinstance(t, Text) and t.y == base]
+    texts = [t.text for t in ticks]
+    (box,) = boxes(drawing)
+    if not model or whole > 10**6:
+        assert len(set(texts)) == len(texts)
+    assert 1 < len(ticks) <= 13 or whole < 13
+    units = {"s": 10**9, "ms": 10**6, "us": 10**3, "ns": 1}
+    for tick in ticks:
+        number, unit = (tick.text.replace(",", ""), "us") if model else tick.text.split()
+        at = float(number) * units[unit] / whole * (box.width + 0.5)
+        if not model or whole > 10**6:
+            assert abs(box.x + at - tick.x) < 1
+
+
 def test_labels_lie_within_their_boxes() -> None:
     drawing = draw(busy(2, 12))
     labels = [t for t in drawing.items if isinstance(t, Text) and t.text.startswith("program")]

@@ -273,20 +273,36 @@ class Graph:
         return self._data
 
     def calibrate(self) -> None:
-        """Measure each program once, on scratch tensors of zeros, and order the queues by its
-        true cycles. Worth it where estimates may be wrong: sparse or data-dependent programs.
+        """Order the queues by the cycles that the device's trace shows for the last launch, in
+        place of estimates. Results do not change; the schedule may become shorter.
 
         Raises:
-            DeviceFull: no memory for scratch tensors. Others as calling a program.
+            ConflictError: it has not run, or the trace has forgotten it. Others as :meth:`build`.
         """
-        for node in self.nodes:
-            if node.program.data not in self._cycles:
-                self._cycles[node.program.data] = _measured(node)
+        for span in self._traced():
+            if 0 <= span.node < len(self.nodes):
+                self._cycles[self.nodes[span.node].program.data] = span.cycles
         data = self._encode()
-        if self._data and data != self._data:
+        if data != self._data:
             self._unload()
             self._data = b""
             self.build()
+
+    def _traced(self) -> list[Span]:
+        """The spans of the last launch."""
+        from accelvisor.timeline.spans import read
+
+        launch = self._ready().last
+        if launch is not None:
+            launch.wait()
+            spans = read(self.function.trace()).spans
+            found = [s for s in spans if s.node >= 0 and s.command == launch.cookie]
+            if found:
+                return found
+        raise ConflictError(
+            "nothing is known of a run of the graph", code="graph-not-run", where=self.name,
+            hint="launch it, wait for its end, then calibrate",
+        )  # fmt: skip
 
     def _encode(self) -> bytes:
         if not self.nodes:
@@ -345,7 +361,9 @@ class Graph:
         Raises:
             ConflictError: it is not built, or closed. UsageError: ``repeat`` is out of range.
         """
-        return self._ready().launch(repeat)
+        ready = self._ready()
+        ready.last = launch = ready.launch(repeat)
+        return launch
 
     def __call__(self, repeat: int = 1, timeout_s: float | None = None) -> Launch:
         """Run it and wait; returns the finished :class:`Launch`.
@@ -426,6 +444,7 @@ class Loaded(Bound):
         super().__init__(graph.function, handle, (), None, keep)
         self.handle = handle
         self.generation = graph.function.generation
+        self.last: Launch | None = None
 
     def entry(self, repeat: int, flags: Flag | int) -> bytes:
         """The command."""
@@ -445,21 +464,6 @@ def _nodes(after: After, graph: Graph | None = None) -> list[Recorded]:
             )  # fmt: skip
         found.append(node)
     return found
-
-
-def _measured(node: Recorded) -> int:
-    """Model cycles of one run of the node's program, on tensors of zeros."""
-    function = node.program.function
-    scratch = {t: function.zeros(t.shape, t.dtype.name) for t in dict.fromkeys(node.tensors)}
-    bound_to = [scratch[t] for t in node.tensors]
-    try:
-        with Bound(function, function.load(node.program.data), bound_to, None, ()) as run:
-            launch = run.launch()
-            launch.result()
-            return launch.cycles
-    finally:
-        for tensor in scratch.values():
-            tensor.close()
 
 
 __all__ = ["Event", "Graph", "Loaded", "ProgramError", "Recorded", "Stream"]

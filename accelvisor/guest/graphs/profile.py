@@ -2,8 +2,8 @@
 
 The device's table of instructions has no costs, and a guest has no clock of its own for them. So a
 program's length is *estimated* from shapes, by the hardware that the device's model clock has, and
-may be *measured* (``Graph.calibrate``). An estimate only moves the order of a queue: results and
-freedom from deadlock do not depend on it.
+may be taken from the device's trace once it ran (``Graph.calibrate``). An estimate only moves the
+order of a queue: results and freedom from deadlock do not depend on it.
 """
 
 from __future__ import annotations
