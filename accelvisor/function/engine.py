@@ -289,7 +289,6 @@ class Engine:
             progress = self._close(frontend, closing) if closing else False
             progress |= frontend.unordered.advance()
             for lane, rivals in turns:
-                frontend.visit(lane)
                 began, share = clock(), self._share
                 self._deadline = began + QUANTUM_S
                 self._rivals = None if closing or share < 100 else rivals
@@ -299,7 +298,8 @@ class Engine:
                         break
                 if share < 100:
                     self._hold_back((clock() - began) * (100 - share) / share)
-            if not progress and not frontend.unordered.scheduler.advance() and not self._attend:
+            progress |= frontend.unordered.dispatch()
+            if not progress and not self._attend:
                 self._rest(frontend, lanes, closing)
 
     def _hold_back(self, seconds: float) -> None:

@@ -157,16 +157,6 @@ class Frontend:
         self._begin(lane, entry)
         return True
 
-    def visit(self, lane: Lane) -> None:
-        """The lane's turn begins."""
-        scheduler = self.unordered.scheduler
-        if scheduler.lanes[lane.index].ready or (
-            self._words[lane.sq_tail] != self._u32[lane.record + s.Q_TAKEN]
-        ):
-            scheduler.visit(lane.index)
-        else:
-            scheduler.leave(lane.index)
-
     def _light(
         self, lane: Lane, done: int, taken: int, block: bytes, count: int, others: bool
     ) -> int:

@@ -8,11 +8,12 @@ of US 11,366,690, scheduling commands in a virtual computing environment; limits
 and the rules for failures are our own.)
 
 Between queues: deficit round robin (Shreedhar and Varghese, IEEE/ACM Transactions on Networking
-4(3), 1996) in cycles of the model clock. A queue may start commands of :data:`QUANTUM` cycles in
-each round and keeps what it could not use for a longer one. A round in which nobody could afford a
-command is not gone through again and again: all get as many quanta at once as the first needs. So a
-queue with a command of c cycles for an engine that is free waits for at most ``1 + c // QUANTUM``
-rounds, in each of which the other queues start at most a quantum and what they had saved.
+4(3), 1996) on each engine, in cycles of the model clock. A queue whose turn it is may start
+commands of :data:`QUANTUM` cycles and keeps for its next turn what it could not use for a longer
+one. Rounds in which nobody can afford a command are not gone through one by one. So a queue with a
+command of c cycles waits for at most ``1 + c // QUANTUM`` rounds, in each of which every other
+queue starts at most a quantum and what it had saved for one command. Queues whose next command
+wants another engine take no part.
 
 Nothing here acts: records, engines and rings are the caller's, and the same code is driven by a
 simulation (benchmarks, tests).
@@ -21,7 +22,7 @@ simulation (benchmarks, tests).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
 
 from accelvisor.abi.commands import ANY_CHIP
@@ -37,12 +38,11 @@ COMPUTE, TRANSFER, NOTHING = 0, 1, 2
 class Step(IntEnum):
     """What is to be done with a command that was looked at."""
 
-    START = 0  # on the engine that is told
-    STAY = 1  # its engine is busy, or nothing more may wait
-    SAVE = 2  # its queue has to save for it
-    WAIT = 3  # it goes to a waiting queue
-    UNKNOWN = 4  # what it depends on is neither running nor known as complete
-    TWICE = 5  # its id is that of a command that still runs
+    GO = 0  # it needs an engine, or none: nothing else keeps it
+    STAY = 1  # in the ring: nothing more may wait for what it depends on
+    WAIT = 2  # it goes to a waiting queue
+    UNKNOWN = 3  # what it depends on is neither running nor known as complete
+    TWICE = 4  # its id is that of a command that still runs
 
 
 class Command:
@@ -55,7 +55,7 @@ class Command:
         cost: cycles, as far as known.
     """
 
-    __slots__ = ("chip", "cost", "engine", "kind", "lane", "on", "own", "slot")
+    __slots__ = ("chip", "cost", "engine", "entry", "kind", "lane", "on", "own", "slot")
 
     def __init__(
         self, lane: int, slot: int, own: int, on: int, chip: int, kind: int, cost: int
@@ -68,15 +68,16 @@ class Command:
         self.kind = kind
         self.cost = cost
         self.engine = -1
+        #: of one that is proposed from the ring: what lay there
+        self.entry = b""
 
 
 class Lane:
     """What the scheduler knows of one queue."""
 
-    __slots__ = ("completed", "deficit", "outstanding", "pending", "ready", "recent", "waiting")
+    __slots__ = ("completed", "outstanding", "pending", "ready", "recent", "waiting")
 
     def __init__(self) -> None:
-        self.deficit = 0
         #: commands taken and not complete
         self.outstanding = 0
         #: ids of SYNCs that are not complete
@@ -88,15 +89,59 @@ class Lane:
         self.recent: deque[int] = deque()
 
 
+class _Turns:
+    """One engine's round: whose turn it is, whether that queue has had its quantum, and what each
+    may still start.
+    """
+
+    __slots__ = ("deficits", "granted", "lane")
+
+    def __init__(self, lanes: int) -> None:
+        self.lane = 0
+        self.granted = False
+        self.deficits = [0] * lanes
+
+    def next(self, costs: Mapping[int, int]) -> int:
+        """The queue of those that have a command for this engine, with its cost, to start it."""
+        count, deficits = len(self.deficits), self.deficits
+        if len(costs) == 1:
+            (self.lane,) = costs
+            deficits[self.lane] = 0
+            self.granted = False
+            return self.lane
+        for lane in range(count):
+            if lane not in costs:
+                deficits[lane] = 0
+        for round_number in range(3):
+            for _ in range(count):
+                cost = costs.get(self.lane)
+                if cost is not None:
+                    if not self.granted:
+                        deficits[self.lane] += QUANTUM
+                        self.granted = True
+                    if deficits[self.lane] >= cost:
+                        deficits[self.lane] -= cost
+                        return self.lane
+                self.lane = (self.lane + 1) % count
+                self.granted = False
+            if round_number == 0:
+                # Nobody could: as many rounds as the first of them needs, but for the next.
+                lacks = min(cost - deficits[lane] for lane, cost in costs.items())
+                for lane in costs:
+                    deficits[lane] += max(0, -(-lacks // QUANTUM) - 1) * QUANTUM
+        raise RuntimeError("a round passed in which everybody was given enough")
+
+
 class Scheduler:
     """Decides for ``lanes`` queues and the two engines of each of ``chips`` chips."""
 
     def __init__(self, lanes: int, chips: int) -> None:
         self.chips = chips
         self.lanes = [Lane() for _ in range(lanes)]
+        #: by queue: the command that waits for an engine, of the front list or of the ring
+        self.heads: dict[int, Command] = {}
         self._busy = [False] * (2 * chips)
-        #: the least that a queue lacks for the command it looked at, in this round
-        self._lacks = 0
+        self._turns = [_Turns(lanes) for _ in range(2 * chips)]
 
     # --- decisions --------------------------------------------------------------------------------
 
@@ -114,22 +159,34 @@ class Scheduler:
             else:
                 full = len(waiting) >= LIMITS.waiting_commands
             return Step.STAY if full else Step.WAIT
-        return self.afford(command)
+        return Step.GO
 
-    def afford(self, command: Command) -> Step:
-        """Whether a command that depends on nothing any more can start; its engine is set then."""
-        engine = self._engine(command) if command.kind != NOTHING else -1
-        if engine < 0 and command.kind != NOTHING:
-            return Step.STAY
-        lacks = command.cost - self.lanes[command.lane].deficit
-        if lacks > 0:
-            if not self._lacks or lacks < self._lacks:
-                self._lacks = lacks
-            return Step.SAVE
-        command.engine = engine
-        return Step.START
+    def propose(self, command: Command) -> None:
+        """A queue's next command needs an engine."""
+        self.heads[command.lane] = command
+
+    def select(self) -> Command | None:
+        """The next command to start, on the engine that is set in it; it is no longer proposed.
+        None when no engine is free for any that is.
+        """
+        if len(self.heads) == 1:  # by far the most frequent
+            (command,) = self.heads.values()
+            command.engine = self._engine(command)
+            return self.heads.pop(command.lane) if command.engine >= 0 else None
+        for engine in sorted({self._engine(command) for command in self.heads.values()} - {-1}):
+            costs = {
+                lane: command.cost
+                for lane, command in self.heads.items()
+                if command.kind == engine % 2 and command.chip in (ANY_CHIP, engine // 2)
+            }
+            lane = self._turns[engine].next(costs)
+            command = self.heads.pop(lane)
+            command.engine = engine
+            return command
+        return None
 
     def _engine(self, command: Command) -> int:
+        """A free engine for a command; -1 without one."""
         busy, kind = self._busy, command.kind
         if command.chip != ANY_CHIP:
             engine = 2 * command.chip + kind
@@ -138,29 +195,6 @@ class Scheduler:
             if not busy[engine]:
                 return engine
         return -1
-
-    # --- rounds -----------------------------------------------------------------------------------
-
-    def visit(self, index: int) -> None:
-        """A queue's turn in a round begins."""
-        self.lanes[index].deficit += QUANTUM
-
-    def leave(self, index: int) -> None:
-        """The queue has nothing that could start: what it saved is forgotten."""
-        self.lanes[index].deficit = 0
-
-    def advance(self) -> bool:
-        """At the end of a round in which nothing started: give everybody the quanta that the first
-        command needs. False when no queue saves for one.
-        """
-        lacks, self._lacks = self._lacks, 0
-        if not lacks:
-            return False
-        quanta = max(0, -(-lacks // QUANTUM) - 1)  # the next visit brings one more
-        for lane in self.lanes:
-            if lane.deficit:
-                lane.deficit += quanta * QUANTUM
-        return True
 
     # --- what happened ----------------------------------------------------------------------------
 
@@ -180,8 +214,6 @@ class Scheduler:
         """Its engine works on it."""
         if command.engine >= 0:
             self._busy[command.engine] = True
-        self.lanes[command.lane].deficit -= command.cost
-        self._lacks = 0
 
     def stopped(self, command: Command) -> None:
         """Its engine is free again."""
@@ -225,6 +257,7 @@ class Scheduler:
     def forget(self, index: int) -> None:
         """The queue is off. Its commands are gone from their engines (:meth:`stopped`)."""
         self.lanes[index] = Lane()
+        self.heads.pop(index, None)
 
     def restore(
         self, index: int, completed: Iterable[int], commands: Iterable[tuple[Command, int]]

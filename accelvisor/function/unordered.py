@@ -16,19 +16,19 @@ from zlib import crc32
 from accelvisor.abi.commands import (
     ANY_CHIP,
     COMMAND_KINDS,
-    COMPLETION,
     SCHEDULE,
     SCHEDULE_AT,
     Flag,
     Opcode,
 )
-from accelvisor.abi.registers import COMMAND_BYTES, COMPLETION_BYTES, Interrupt, QueueStatus
+from accelvisor.abi.registers import COMMAND_BYTES, QueueStatus
 from accelvisor.abi.status import CommandStatus
 from accelvisor.function import blame
 from accelvisor.function import state as s
 from accelvisor.function.commands import Commands
 from accelvisor.function.lanes import Lane, judge
 from accelvisor.function.pauses import Pauses, Waiting, finish
+from accelvisor.function.records import Records
 from accelvisor.function.running import Fault, Result, Where
 from accelvisor.function.scheduler import COMPUTE, NOTHING, TRANSFER, Command, Scheduler, Step
 from accelvisor.function.state import State
@@ -36,11 +36,9 @@ from accelvisor.kernels.declare import BYTES_PER_CYCLE, ISSUE_CYCLES
 from accelvisor.limits import LIMITS
 
 _M32 = 0xFFFF_FFFF
-_M64 = 0xFFFF_FFFF_FFFF_FFFF
 _KINDS = frozenset(int(kind) for kind in COMMAND_KINDS)
 _FLAGS = int(Flag.PLAIN | Flag.SYNC | Flag.CONDITIONAL)
 _SYNC, _CONDITIONAL = int(Flag.SYNC), int(Flag.CONDITIONAL)
-_INTERRUPT = int(Flag.INTERRUPT)
 _FAULTED = int(QueueStatus.FAULTED)
 _COPIES = frozenset((int(Opcode.COPY_IN), int(Opcode.COPY_OUT)))
 _ALLOWED = frozenset((*_COPIES, int(Opcode.NOP), int(Opcode.LAUNCH), int(Opcode.GRAPH_LAUNCH)))
@@ -99,30 +97,19 @@ class Unordered:
     ) -> None:
         self._state = state
         self._u8, self._u32, self._u64 = state.u8, state.u32, state.u64
-        self._window = window
-        self._words = window.cast("I")
-        self._entries = entries
+        self._records = Records(state, window, entries, lanes, set_cause)
         self._lanes = lanes
         self._commands = commands
-        self._set_cause = set_cause
         self._fault = fault
         self._note = note
         self._work = work
         self.scheduler = Scheduler(len(lanes), chips)
-        self._share = min(LIMITS.ring_entries, s.COMMANDS // len(lanes))
-        self._free: list[list[int]] = [[] for _ in lanes]
-        for lane in lanes:
-            self._all_free(lane)
         self._tasks: dict[int, _Task] = {}
         #: commands that ended so far: what could not begin is looked at again when it moved
         self.ended = 0
         #: what a command completes with whose context has stopped
         self.stopped = CommandStatus.CONTEXT_STOPPED
         self.points = blame.CRASH
-
-    def _all_free(self, lane: Lane) -> None:
-        first = lane.index * self._share
-        self._free[lane.index] = list(range(first + self._share - 1, first - 1, -1))
 
     # --- what the front end asks ------------------------------------------------------------------
 
@@ -151,78 +138,97 @@ class Unordered:
                 progress = True
         return progress
 
+    def dispatch(self) -> bool:
+        """Start what may on engines that are free. False when nothing could."""
+        progress = False
+        while self.scheduler.heads and (command := self.scheduler.select()) is not None:
+            lane = self._lanes[command.lane]
+            ready = self.scheduler.lanes[command.lane].ready
+            if ready and ready[0] is command:
+                ready.popleft()
+            else:
+                self._records.take(lane, command, command.entry, s.K_READY)
+                self.scheduler.taken(command)
+            lane.stalled = -1
+            self._start(lane, command)
+            progress = True
+        return progress
+
     def front(self, lane: Lane) -> bool:
-        """Start the next command of the front list. False when none can be."""
-        ready = self.scheduler.lanes[lane.index].ready
-        if not ready:
-            return False
-        step = self.scheduler.afford(ready[0])
-        if step is Step.STAY:
+        """Bring the next command of the front list on its way. False when it needs an engine."""
+        command = self.scheduler.lanes[lane.index].ready[0]
+        if command.kind != NOTHING:
+            self.scheduler.propose(command)
             lane.stalled = self.ended
-        if step is not Step.START:
             return False
-        self._start(lane, ready.popleft())
+        self._start(lane, self.scheduler.lanes[lane.index].ready.popleft())
         return True
 
     def take(self, lane: Lane, entry: bytes) -> bool:
-        """The next entry of the ring, which is not ordered. False when it has to stay there."""
-        free = self._free[lane.index]
-        if not free:
+        """Bring the next entry of the ring, which is not ordered, on its way. False when it stays
+        there: until it may wait, or an engine is free.
+        """
+        slot = self._records.free(lane)
+        if lane.index in self.scheduler.heads or slot is None:
             lane.stalled = self.ended
             return False
-        command = self._decode(lane, entry, free[-1])
-        if isinstance(command, tuple):
-            refused, step = command[0], Step.STAY
-            why: tuple[CommandStatus, str] | None = command[1:]
-        else:
-            refused, step, why = command, self.scheduler.consider(command), None
-        if why is None:
-            if step is Step.STAY:
-                lane.stalled = self.ended
-            if step in (Step.STAY, Step.SAVE):
-                return False
-            if step is Step.UNKNOWN:
-                text = f"depends on {refused.on}, which neither runs nor is known as complete"
-                why = CommandStatus.BAD_DEPENDENCY, text
-            elif step is Step.TWICE:
-                why = CommandStatus.BAD_DESCRIPTOR, f"the command with id {refused.own} still runs"
-        if why is not None:  # and its ids mean nothing, to whoever reads the record
-            refused.own = 0
-            entry = entry[:SCHEDULE_AT] + bytes(SCHEDULE.size)
-        free.pop()
-        self._record(lane, refused, entry, s.K_WAITING if step is Step.WAIT else s.K_READY)
-        self.scheduler.taken(refused)
+        command, why = self._decode(lane, entry, slot)
+        step = self.scheduler.consider(command) if why is None else Step.GO
+        if step is Step.UNKNOWN:
+            text = f"depends on {command.on}, which neither runs nor is known as complete"
+            why = CommandStatus.BAD_DEPENDENCY, text
+        elif step is Step.TWICE:
+            why = CommandStatus.BAD_DESCRIPTOR, f"the command with id {command.own} still runs"
         if why is not None:
-            self._note(lane, why[0], int.from_bytes(entry[4:8], "little"), why[1])
-            self._state.count("refusals")
-            self._decide(refused, int(why[0]), 0, 0)
-            self._conclude(lane, refused)
+            self._refuse(lane, command, entry, *why)
         elif step is Step.WAIT:
-            self.scheduler.parked(refused)
+            self._records.take(lane, command, entry, s.K_WAITING)
+            self.scheduler.taken(command)
+            self.scheduler.parked(command)
+        elif step is Step.STAY or command.kind != NOTHING:
+            if step is Step.GO:
+                command.entry = entry
+                self.scheduler.propose(command)
+            lane.stalled = self.ended
+            return False
         else:
-            self._start(lane, refused)
+            self._records.take(lane, command, entry, s.K_READY)
+            self.scheduler.taken(command)
+            self._start(lane, command)
         return True
+
+    def _refuse(
+        self, lane: Lane, command: Command, entry: bytes, status: CommandStatus, text: str
+    ) -> None:
+        self._note(lane, status, int.from_bytes(entry[4:8], "little"), text)
+        self._state.count("refusals")
+        command.own = 0  # its ids mean nothing, to whoever reads the record
+        bare = entry[:SCHEDULE_AT] + bytes(SCHEDULE.size)
+        self._records.take(lane, command, bare, s.K_RESULT, int(status))
+        self.scheduler.taken(command)
+        self._conclude(lane, command)
 
     # --- decoding ---------------------------------------------------------------------------------
 
     def _decode(
         self, lane: Lane, entry: bytes, slot: int
-    ) -> Command | tuple[Command, CommandStatus, str]:
-        """The command, or one that can be refused and why."""
+    ) -> tuple[Command, tuple[CommandStatus, str] | None]:
+        """The command, and why it is refused, if it is."""
         opcode, flags = entry[0] | entry[1] << 8, entry[2] | entry[3] << 8
         chip, pad, own, on, zero = SCHEDULE.unpack_from(entry, SCHEDULE_AT)
-        bare = Command(lane.index, slot, 0, 0, ANY_CHIP, NOTHING, 0)
-        bad = CommandStatus.BAD_DESCRIPTOR
         if opcode not in _ALLOWED:
-            return bare, bad, f"command {opcode:#x} can only be ordered"
-        if flags & _FLAGS not in _KINDS or pad or zero:
-            return bare, bad, f"flags {flags:#x} are no kind of command, or reserved bits are set"
-        if bool(flags & _SYNC) != bool(own) or bool(flags & _CONDITIONAL) != bool(on):
-            return bare, bad, f"flags {flags:#x} do not go with the ids {own} and {on}"
-        if chip != ANY_CHIP and chip >= self.scheduler.chips:
-            return bare, bad, f"there is no chip {chip}, the function has {self.scheduler.chips}"
-        kind, cost = self._demand(lane, opcode, entry)
-        return Command(lane.index, slot, own, on, chip, kind, cost)
+            wrong = f"command {opcode:#x} can only be ordered"
+        elif flags & _FLAGS not in _KINDS or pad or zero:
+            wrong = f"flags {flags:#x} are no kind of command, or reserved bits are set"
+        elif bool(flags & _SYNC) != bool(own) or bool(flags & _CONDITIONAL) != bool(on):
+            wrong = f"flags {flags:#x} do not go with the ids {own} and {on}"
+        elif chip != ANY_CHIP and chip >= self.scheduler.chips:
+            wrong = f"there is no chip {chip}, the function has {self.scheduler.chips}"
+        else:
+            kind, cost = self._demand(lane, opcode, entry)
+            return Command(lane.index, slot, own, on, chip, kind, cost), None
+        bare = Command(lane.index, slot, 0, 0, ANY_CHIP, NOTHING, 0)
+        return bare, (CommandStatus.BAD_DESCRIPTOR, wrong)
 
     def _demand(self, lane: Lane, opcode: int, entry: bytes) -> tuple[int, int]:
         """The type of queue that a command wants, and about how many cycles."""
@@ -238,18 +244,6 @@ class Unordered:
 
     # --- records ----------------------------------------------------------------------------------
 
-    def _record(self, lane: Lane, command: Command, entry: bytes, phase: int) -> None:
-        """The command leaves the ring."""
-        word = s.command_word(command.slot)
-        u32 = self._u32
-        taken = u32[lane.record + s.Q_TAKEN]
-        self._u8[word * 4 : word * 4 + COMMAND_BYTES] = entry
-        u32[word + s.K_QUEUE] = lane.index
-        u32[word + s.K_INDEX] = taken
-        u32[word + s.K_PHASE] = phase
-        u32[lane.record + s.Q_TAKEN] = self._words[lane.sq_head] = taken + 1 & _M32
-        self._u64[_COMMANDS] += 1
-
     def _start(self, lane: Lane, command: Command) -> None:
         """On its engine, or at once to its end."""
         word, u32 = s.command_word(command.slot), self._u32
@@ -258,28 +252,16 @@ class Unordered:
             status = int(self.stopped) if u32[lane.record] == _FAULTED else 0
             self.scheduler.stopped(command)
             command.engine = -1
-            self._decide(command, status, 0, 0)
+            self._records.decide(command, status, 0, 0)
             self._conclude(lane, command)
             return
         cursor = s.run_word(command.engine)
-        self._u8[cursor * 4 : cursor * 4 + COMMAND_BYTES] = self._entry(command)
+        self._u8[cursor * 4 : cursor * 4 + COMMAND_BYTES] = self._records.entry(command)
         u32[cursor + s.C_INDEX] = command.slot
         u32[word + s.K_RUN] = command.engine + 1
         u32[word + s.K_PHASE] = s.K_RUNNING
         task = self._tasks[command.engine] = _Task(lane, command)
         self._advance(task)
-
-    def _entry(self, command: Command) -> bytes:
-        at = s.command_word(command.slot) * 4
-        return bytes(self._u8[at : at + COMMAND_BYTES])
-
-    def _decide(self, command: Command, status: int, value: int, cycles: int) -> None:
-        """The command's result."""
-        word = s.command_word(command.slot)
-        self._u32[word + s.K_STATUS] = status
-        self._u64[(word + s.K_VALUE64) // 2] = value
-        self._u64[(word + s.K_COST64) // 2] = cycles
-        self._u32[word + s.K_PHASE] = s.K_RESULT
 
     # --- on an engine -----------------------------------------------------------------------------
 
@@ -292,14 +274,14 @@ class Unordered:
                 result = self._failed(task, error)
             if result is None:
                 return
-            self._decide(task.command, *result)
+            self._records.decide(task.command, *result)
             if not result[0]:
                 self._work(self._u32[task.where.cursor] & 0xFFFF)
         self._leave(task)
 
     def _step(self, task: _Task) -> Result | None:
         if task.steps is None:
-            entry = self._entry(task.command)
+            entry = self._records.entry(task.command)
             if task.inherited:
                 task.inherited = False
                 blamed(self._state, task.where, self.points)
@@ -358,56 +340,16 @@ class Unordered:
             word = s.command_word(command.slot)
             well = not self._u32[word + s.K_STATUS]
             if command.own and well:
-                self._complete(lane, command.own)
+                self._records.complete(lane, command.own)
             freed = self.scheduler.ended(command, well)
             for other in freed:
                 if well:
                     self._u32[s.command_word(other.slot) + s.K_PHASE] = s.K_READY
                 else:
-                    self._decide(other, int(CommandStatus.ABORTED), 0, 0)
+                    self._records.decide(other, int(CommandStatus.ABORTED), 0, 0)
                     ending.append(other)
-            self._post(lane, command)
-
-    def _complete(self, lane: Lane, own: int) -> None:
-        """Remember the id in the state; repeatable."""
-        u32 = self._u32
-        count = u32[lane.record + s.Q_SYNCS]
-        first = s.completed_word(lane.index)
-        if not count or u32[first + (count - 1) % s.COMPLETED] != own:
-            u32[first + count % s.COMPLETED] = own
-            u32[lane.record + s.Q_SYNCS] = count + 1 & _M32
-
-    def _post(self, lane: Lane, command: Command) -> None:
-        word, u32, u64 = s.command_word(command.slot), self._u32, self._u64
-        total = (lane.record + s.Q_CYCLES64) // 2
-        u32[word + s.K_POST] = u32[lane.record + s.Q_DONE]
-        cost = u64[(word + s.K_COST64) // 2]
-        u64[(word + s.K_CYCLES64) // 2] = u64[total] + cost & _M64
-        u32[word + s.K_PHASE] = s.K_POSTING
-        self._publish(lane, word)
-        self._free[lane.index].append(command.slot)
-        self.ended += 1
-
-    def _publish(self, lane: Lane, word: int) -> None:
-        """The completion entry of a record that says which one it is; repeatable."""
-        u32, u64 = self._u32, self._u64
-        head, post = u32[word], u32[word + s.K_POST]
-        COMPLETION.pack_into(
-            self._window,
-            lane.completion + post % self._entries * COMPLETION_BYTES,
-            u32[word + 1],
-            u32[word + s.K_STATUS],
-            head & 0xFFFF,
-            u64[(word + s.K_VALUE64) // 2],
-            u64[(word + s.K_COST64) // 2],
-            0,
-        )
-        u64[(lane.record + s.Q_CYCLES64) // 2] = u64[(word + s.K_CYCLES64) // 2]
-        u32[lane.record + s.Q_DONE] = self._words[lane.cq_tail] = post + 1 & _M32
-        u32[word + s.K_PHASE] = s.K_FREE
-        self._state.zero(word * 4, s.COMMAND_RECORD_BYTES)
-        if head >> 16 & _INTERRUPT:
-            self._set_cause(Interrupt.COMPLETION)
+            self._records.post(lane, command)
+            self.ended += 1
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -424,11 +366,8 @@ class Unordered:
         for task in [task for task in self._tasks.values() if task.lane is lane]:
             yield from running.release(task.where)
             self._vacate(task)
-        first = s.command_word(lane.index * self._share) * 4
-        self._state.zero(first, self._share * s.COMMAND_RECORD_BYTES)
-        self._state.zero(s.completed_word(lane.index) * 4, s.COMPLETED * 4)
+        self._records.clear(lane)
         self.scheduler.forget(lane.index)
-        self._all_free(lane)
         self.ended += 1
 
     def revoke(self, lane: Lane) -> None:
@@ -437,13 +376,13 @@ class Unordered:
         status = int(CommandStatus.REVOKED)
         for task in [task for task in self._tasks.values() if task.lane is lane]:
             finish(self._commands.running.release(task.where))
-            self._decide(task.command, status, 0, 0)
+            self._records.decide(task.command, status, 0, 0)
             self._vacate(task)
             self._conclude(lane, task.command)
         known = self.scheduler.lanes[lane.index]
         while known.ready:
             command = known.ready.popleft()
-            self._decide(command, status, 0, 0)
+            self._records.decide(command, status, 0, 0)
             self._conclude(lane, command)
 
     def reload(self, lane: Lane) -> None:
@@ -452,54 +391,37 @@ class Unordered:
             self._tasks.pop(engine).close()
             self.scheduler.vacate(engine)
         u32 = self._u32
-        self._all_free(lane)
         found: list[tuple[int, Command, int]] = []
-        for slot in self._used(lane):
+        for slot in self._records.used(lane):
             word = s.command_word(slot)
             phase = u32[word + s.K_PHASE]
             if phase == s.K_POSTING:
-                self._publish(lane, word)
+                self._records.publish(lane, word)
             elif phase == s.K_FREE:
                 self._state.zero(word * 4, s.COMMAND_RECORD_BYTES)
             else:
+                run = u32[word + s.K_RUN]
+                if run and phase in (s.K_WAITING, s.K_READY):  # it was about to start
+                    self._state.zero(s.run_word(run - 1) * 4, s.CURSOR_BYTES)
+                    u32[word + s.K_RUN] = 0
                 found.append((u32[word + s.K_INDEX], self._known(lane, slot), phase))
         done = u32[lane.record + s.Q_DONE]
         u32[lane.record + s.Q_TAKEN] = done + len(found) & _M32
         found.sort(key=lambda item: item[0] - done & _M32 ^ 0x8000_0000)
         self._resume(lane, found)
 
-    def _used(self, lane: Lane) -> list[int]:
-        """Slots whose record is not all zero."""
-        first = lane.index * self._share
-        at, size = s.command_word(first) * 4, self._share * s.COMMAND_RECORD_BYTES
-        if not self._u32[lane.record] or self._u8[at : at + size] == bytes(size):
-            return []
-        step = s.COMMAND_RECORD_BYTES
-        zero = bytes(step)
-        return [
-            first + n
-            for n in range(self._share)
-            if self._u8[at + n * step : at + (n + 1) * step] != zero
-        ]
-
     def _known(self, lane: Lane, slot: int) -> Command:
         entry = bytes(self._u8[s.command_word(slot) * 4 :][:COMMAND_BYTES])
-        command = self._decode(lane, entry, slot)
-        if isinstance(command, tuple):
-            command = command[0]
+        command, _ = self._decode(lane, entry, slot)
         command.engine = self._u32[s.command_word(slot) + s.K_RUN] - 1
         return command
 
     def _resume(self, lane: Lane, found: list[tuple[int, Command, int]]) -> None:
-        u32 = self._u32
-        taken = {command.slot for _, command, _ in found}
-        self._free[lane.index] = [slot for slot in self._free[lane.index] if slot not in taken]
-        count, first = u32[lane.record + s.Q_SYNCS], s.completed_word(lane.index)
-        recent = range(max(0, count - s.COMPLETED), count)
+        self._records.keep(lane, {command.slot for _, command, _ in found})
         decided = [command for _, command, phase in found if phase == s.K_RESULT]
         lost = self.scheduler.restore(
             lane.index,
-            [u32[first + n % s.COMPLETED] for n in recent],
+            self._records.completed(lane),
             [(command, phase) for _, command, phase in found],
         )
         for _, command, _ in found:
@@ -510,7 +432,7 @@ class Unordered:
             if command.engine < 0:
                 self._conclude(lane, command)
         for command in lost:
-            self._decide(command, int(CommandStatus.ABORTED), 0, 0)
+            self._records.decide(command, int(CommandStatus.ABORTED), 0, 0)
             self._conclude(lane, command)
 
 
@@ -532,5 +454,3 @@ def blamed(state: State, where: Where, points: int) -> None:
     if u32[cursor + s.C_DEATHS] >= blame.MOST:
         raise Fault(CommandStatus.DEVICE_ERROR, "worker after worker died over the command")
 
-
-_COMMANDS = s.K["commands"]

@@ -11,7 +11,9 @@ from accelvisor.abi.dtypes import DType
 from accelvisor.abi.registers import CQ_TAIL, PAGE, SQ_HEAD, SQ_TAIL, QueueStatus
 from accelvisor.errors import StateError
 from accelvisor.function import state as s
-from accelvisor.function.objects import PROGRAM, RECORD, TENSOR
+from accelvisor.function.links import NAMES
+from accelvisor.function.objects import KINDS, RECORD, TENSOR
+from accelvisor.function.records import share_of
 from accelvisor.function.spec import Spec
 
 #: What a command's intent can name at most.
@@ -22,6 +24,8 @@ _INTENTS: dict[int, int] = {
     Opcode.TENSOR_DESTROY: s.OBJECTS,
     Opcode.PROGRAM_LOAD: s.OBJECTS,
     Opcode.PROGRAM_UNLOAD: s.OBJECTS,
+    Opcode.GRAPH_LOAD: s.OBJECTS,
+    Opcode.GRAPH_UNLOAD: s.OBJECTS,
 }
 
 
@@ -35,8 +39,17 @@ def check_state(section: bytes | bytearray | memoryview, spec: Spec) -> None:
     words = memoryview(section).cast("I")
     extents: list[tuple[int, int]] = []
     owners = _check_contexts(words, base, spec)
+    outstanding = _check_commands(words, base, spec)
     for queue in range(s.QUEUES):
         _check_queue(words, base, queue, spec, owners, extents)
+        record = s.queue_word(queue) - base // 4
+        taken = words[record + s.Q_TAKEN] - words[record + s.Q_DONE] & 0xFFFF_FFFF
+        if taken != outstanding.get(queue, 0):
+            raise _bad(f"queue {queue} has {outstanding.get(queue, 0)} commands of {taken} taken")
+    _check_runs(section, words, base, spec, extents)
+    for link in range(s.LINKS):
+        if words[2 * s.link_word(link) - base // 4] >= len(NAMES):
+            raise _bad(f"link {link} is in an unknown state")
     for slot in range(s.OBJECTS):
         at = s.object_at(slot) - base
         if words[at // 4]:
@@ -91,6 +104,59 @@ def _check_queue(
     most = _INTENTS.get(words[cursor + s.C_ENTRY] & 0xFFFF, 0)
     if words[cursor + s.C_BINDINGS] > s.SLOTS + 1 or intent > most:
         raise _bad(f"the cursor of queue {queue} is out of range")
+    _claim(words, cursor, extents)
+
+
+def _check_commands(words: memoryview, base: int, spec: Spec) -> dict[int, int]:
+    """How many commands that are not ordered each queue has."""
+    found: dict[int, int] = {}
+    share = share_of(spec.queues)
+    for command in range(s.COMMANDS):
+        word = s.command_word(command) - base // 4
+        phase, queue = words[word + s.K_PHASE], words[word + s.K_QUEUE]
+        if phase == s.K_FREE:
+            if any(words[word : word + s.COMMAND_RECORD_BYTES // 4]):
+                raise _bad(f"command {command} is nobody's and has a record")
+            continue
+        working = phase in (s.K_RUNNING, s.K_RESULT)
+        if phase > s.K_RESULT or queue >= spec.queues or command // share != queue:
+            raise _bad(f"command {command} of queue {queue} is in phase {phase}")
+        run = words[word + s.K_RUN]
+        if (run and not working) or (phase == s.K_RUNNING and not run):
+            raise _bad(f"command {command} is on an engine, or is not, against its phase")
+        found[queue] = found.get(queue, 0) + 1
+    return found
+
+
+def _check_runs(
+    section: bytes | bytearray | memoryview,
+    words: memoryview,
+    base: int,
+    spec: Spec,
+    extents: list[tuple[int, int]],
+) -> None:
+    """Each engine works on one command at most, and has nothing of any other."""
+    busy: dict[int, int] = {}
+    for command in range(s.COMMANDS):
+        run = words[s.command_word(command) + s.K_RUN - base // 4]
+        if not run:
+            continue
+        if run > 2 * spec.chips or busy.setdefault(run - 1, command) != command:
+            raise _bad(f"command {command} is on engine {run - 1}")
+    for run in range(s.RUNS):
+        cursor = s.run_word(run) - base // 4
+        at = cursor * 4
+        if run not in busy:
+            if bytes(section[at : at + s.CURSOR_BYTES]).strip(b"\0"):
+                raise _bad(f"engine {run} has a cursor and no command")
+            continue
+        if words[cursor + s.C_BINDINGS] > s.RUN_SLOTS + 1 or words[cursor + s.C_INTENT]:
+            raise _bad(f"the cursor of engine {run} is out of range")
+        _claim(words, cursor, extents)
+
+
+def _claim(words: memoryview, cursor: int, extents: list[tuple[int, int]]) -> None:
+    """The scratch memory of a cursor."""
     at = cursor + s.C_SCRATCH64
     address, size = (words[at + n] | words[at + n + 1] << 32 for n in (0, 2))
     if size:
@@ -116,11 +182,14 @@ def check_rings(
         if not status or words[cursor + s.C_PHASE]:
             continue
         control = layout.control(queue)
-        done = words[record + s.Q_DONE]
+        done, taken = words[record + s.Q_DONE], words[record + s.Q_TAKEN]
         head, completed, tail = (ring[(control + n) // 4] for n in (SQ_HEAD, CQ_TAIL, SQ_TAIL))
-        if head != done or completed != done:
-            raise _bad(f"queue {queue} completed {done}, its rings say {head} and {completed}")
-        if status == QueueStatus.ENABLED and (tail - done & 0xFFFF_FFFF) > layout.entries:
+        if head != taken or completed != done:
+            raise _bad(
+                f"queue {queue} took {taken} and completed {done}, its rings say {head} and"
+                f" {completed}"
+            )
+        if status == QueueStatus.ENABLED and (tail - taken & 0xFFFF_FFFF) > layout.entries:
             raise _bad(f"the tail of queue {queue} is beyond its ring")
 
 
@@ -133,8 +202,10 @@ def _check_object(
 ) -> None:
     kind, _, context, dtype, rank, _, *rest = RECORD.unpack_from(section, at)
     dims, (address, nbytes, extent, _) = rest[:8], rest[8:]
-    if kind not in (TENSOR, PROGRAM) or context not in owners or rank > 8 or any(dims[rank:]):
+    if kind not in KINDS or context not in owners or rank > 8 or any(dims[rank:]):
         raise _bad(f"object {slot} is impossible")
+    if kind != TENSOR and (dtype or rank):
+        raise _bad(f"object {slot} has the shape of a tensor and is none")
     if kind == TENSOR:
         if dtype not in {int(d) for d in DType}:
             raise _bad(f"object {slot} has an unknown dtype")

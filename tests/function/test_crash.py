@@ -72,8 +72,10 @@ class Life:
 class Machine:
     """The memory that outlives workers, and a guest that wrote its commands beforehand."""
 
-    def __init__(self, script: list[bytes], ram: bytes) -> None:
-        self.spec = make_spec(Path("/tmp"), memory_bytes=5 * MIB, queues=1, cores=1)
+    def __init__(self, script: list[bytes], ram: bytes, chips: int = 1) -> None:
+        self.spec = make_spec(
+            Path("/tmp"), memory_bytes=5 * MIB, queues=1, cores=chips, chips=chips
+        )
         self.fds = [memfd("state", STATE_BYTES), memfd("window", self.spec.window_bytes),
                     memfd("memory", self.spec.memory_bytes),
                     memfd("track", TRACK_BYTES)]  # fmt: skip
@@ -116,8 +118,7 @@ class Machine:
                 device.frontend.disabled(lane)
             return life.left
         finally:
-            for fd in device.descriptors.fds.values():
-                os.close(fd)
+            self.forget(device)
 
     def live(self, life: Life, most: int = 100_000) -> int:
         """Run one worker until it is idle or dies. Returns its stores left."""
@@ -133,8 +134,12 @@ class Machine:
             raise AssertionError("the worker does not come to rest")
         finally:
             if device is not None:
-                for fd in device.descriptors.fds.values():
-                    os.close(fd)
+                self.forget(device)
+
+    @staticmethod
+    def forget(device: Device) -> None:
+        for fd in device.descriptors.fds.values():
+            os.close(fd)
 
     def outcome(self) -> dict[str, Any]:
         """Everything that a guest or a host can see at the end."""

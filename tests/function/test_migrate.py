@@ -361,12 +361,16 @@ OBJECT = s.object_at(1) - s.PCI_AT
 QUEUE = s.QUEUES_AT - s.PCI_AT
 CURSOR = s.CURSORS_AT - s.PCI_AT
 CONTEXT = s.CONTEXTS_AT - s.PCI_AT
+COMMAND = s.COMMANDS_AT - s.PCI_AT
+RUN = s.RUNS_AT - s.PCI_AT
+LINK = s.LINKS_AT - s.PCI_AT
 
 
 @pytest.mark.parametrize(
     ("offset", "value"),
     [
-        (OBJECT, 3),  # kind
+        (OBJECT, 3),  # kind: a graph with a shape
+        (OBJECT, 9),  # kind
         (OBJECT + 8, 5),  # context
         (OBJECT + 12, 0x0163),  # dtype
         (OBJECT + 16, 101),  # shape
@@ -384,6 +388,12 @@ CONTEXT = s.CONTEXTS_AT - s.PCI_AT
         (CURSOR + 112, 4096),  # scratch over the first object
         (CONTEXT, 77),  # queue
         (CURSOR + 80, 1),  # an intent of a NOP
+        (QUEUE + 24, 1),  # a command taken that has no record
+        (COMMAND + 64, 9),  # phase of a command that is not ordered
+        (COMMAND + 64, 1),  # a record that nobody took
+        (COMMAND + 76, 1),  # an engine that works on nothing
+        (RUN, 48),  # a cursor of nobody
+        (LINK, 9),  # state of a link
     ],
 )
 def test_an_impossible_record_is_refused(used: Local, offset: int, value: int) -> None:

@@ -345,7 +345,7 @@ def test_a_queue_that_completed_more_than_it_published_is_refused(
     source.ring().open("t")
     fds = Copy(source).stop()
     contradiction(source, fds, s.queue_word(0) + s.Q_DONE, 7)
-    with pytest.raises(Refusal, match="its rings say"):
+    with pytest.raises(Refusal, match=r"its rings say|commands of"):
         loaded(target, fds)
     assert target.device.migration.machine.state is MigState.RESUMING, "nothing was touched"
 

@@ -14,8 +14,8 @@ from accelvisor.abi.status import CommandStatus
 from accelvisor.errors import ConfigError, ConflictError, UsageError
 from accelvisor.function import shape as shapes
 from accelvisor.function import state as s
-from accelvisor.function.moving import Moving
 from accelvisor.function.launch import Progress
+from accelvisor.function.moving import Moving
 from accelvisor.function.reshape import Reshaping
 from accelvisor.function.shape import Shape
 from accelvisor.isolation.segments import Segment, Unmapped
