@@ -8,6 +8,7 @@ from enum import IntEnum
 class CommandStatus(IntEnum):
     """0 is success; below 0x100 the command was refused and the context goes on; from 0x100 on it
     is a *fault*: the context stops, later commands of its queue complete with ``CONTEXT_STOPPED``.
+    ABORTED alone is neither: the command was not begun.
     """
 
     OK = 0x000
@@ -34,9 +35,10 @@ class CommandStatus(IntEnum):
     NUMERIC = 0x103
     DEVICE_ERROR = 0x104  # a bug of the device: reported, never hidden
     CONTEXT_STOPPED = 0x105
-    ABORTED = 0x106  # reset, the queue was disabled, or what it depended on failed
+    ABORTED = 0x106  # what it depended on failed
     REVOKED = 0x107  # the function's part of the card was taken away
 
     @property
     def is_fault(self) -> bool:
-        return self >= 0x100
+        """Whether the context stopped. One that only depended on what failed goes on."""
+        return self >= 0x100 and self is not CommandStatus.ABORTED

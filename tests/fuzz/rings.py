@@ -23,8 +23,10 @@ import numpy as np
 
 from accelvisor.abi import commands as abi
 from accelvisor.abi.attributes import FLOAT
-from accelvisor.abi.commands import Memory, Opcode
+from accelvisor.abi.commands import Binding, Flag, Memory, Opcode
 from accelvisor.abi.dtypes import DType
+from accelvisor.abi.graphs import Entry, Graph, Kind, Node, QueueType
+from accelvisor.abi.graphs import encode as encode_graph
 from accelvisor.abi.programs import Operation, Program, Role, Slot, encode
 from accelvisor.abi.registers import (
     BAR0_BYTES,
@@ -35,6 +37,7 @@ from accelvisor.abi.registers import (
     Reg,
 )
 from accelvisor.abi.status import CommandStatus
+from accelvisor.function.fabric_spec import ChipSpec, FabricSpec, LinkSpec
 from accelvisor.kernels.registry import INSTRUCTIONS
 from accelvisor.limits import MIB
 from tests.function.harness import Local, Ring, operation
@@ -44,12 +47,21 @@ _EDGES = (0, 1, 2, 3, 7, 8, 15, 16, 63, 64, 255, 256, 4095, 4096, 1 << 16, 1 << 
           1 << 32, 1 << 48, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
 
 
+_MADE = (Opcode.TENSOR_CREATE, Opcode.PROGRAM_LOAD, Opcode.GRAPH_LOAD)
+
+
 class Fuzzer:
     """One device and the guest that torments it."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.local = Local(ram_bytes=MIB, memory_bytes=4 * MIB, queues=3, ring_entries=16)
+        self.serial = 3
+        links = (LinkSpec(0, 0, 1, "inter-chip"), LinkSpec(1, 1, 0, "inter-card"))
+        chips = (ChipSpec(0, 0, 1), ChipSpec(0, 1, 1))
+        self.local = Local(
+            ram_bytes=MIB, memory_bytes=4 * MIB, queues=3, ring_entries=16, chips=2,
+            fabric=FabricSpec(chips, links),
+        )  # fmt: skip
         self.ram = memoryview(self.local.ram)
         self.owned: dict[tuple[int, Opcode], list[int]] = {}
         self.statuses: Counter[str] = Counter()
@@ -66,8 +78,14 @@ class Fuzzer:
             (6, self.load),
             (1, lambda r: abi.program_unload(1, self.handle(r, Opcode.PROGRAM_LOAD))),
             (12, self.launch),
+            (6, self.graph),
+            (1, lambda r: abi.graph_unload(1, self.handle(r, Opcode.GRAPH_LOAD))),
+            (6, self.graph_launch),
+            (2, lambda r: abi.link_switch(1, self.random.choice((0, 1, 2, 7, 0xFFFFFFFF)), True)),
+            (1, lambda r: abi.link_switch(1, self.random.choice((0, 1, 0xFFFFFFFF)), False)),
             (3, self.query),
             (2, lambda r: abi.nop(self.number())),
+            (8, self.crowd),
             (1, self.registers),
             (1, self.recycle),
         ]
@@ -203,8 +221,59 @@ class Fuzzer:
         program = self.handle(ring, Opcode.PROGRAM_LOAD)
         return abi.launch(1, program, count, memory, repeat=r.choice((1,) * 8 + (2, 5, 0)))
 
+    def graph(self, ring: Ring) -> bytes:
+        """A graph of a few nodes on a few queues, that is often sound."""
+        r = self.random
+        bound = lambda: Binding(self.handle(ring), r.choice((0,) * 5 + (4,)))  # noqa: E731
+        count = r.randrange(1, 5)
+        nodes = tuple(
+            Node(self.handle(ring, Opcode.PROGRAM_LOAD),
+                 tuple(bound() for _ in range(r.choice((2,) * 8 + (1, 3)))))
+            for _ in range(count)
+        )  # fmt: skip
+        rows: dict[tuple[int, QueueType], list[Entry]] = {}
+        for n in range(count):
+            key = r.randrange(2), r.choice((QueueType.COMPUTE,) * 4 + (QueueType.TRANSFER,))
+            row = rows.setdefault(key, [])
+            if n and r.random() < 0.7:
+                row.append(Entry(Kind.WAIT, r.randrange(3), r.randrange(2)))
+            row += [Entry(Kind.RUN, 0, n), Entry(Kind.SIGNAL, r.randrange(3))]
+        data = bytearray(encode_graph(Graph(2, {k: tuple(v) for k, v in rows.items()}, nodes)))
+        while r.random() < 0.15:
+            data[r.randrange(len(data))] = r.randrange(256)
+        self.ram[: len(data)] = data
+        return abi.graph_load(1, Memory(0, 0, self.local.RAM, len(data), 0))
+
+    def graph_launch(self, ring: Ring) -> bytes:
+        repeat = self.random.choice((1,) * 6 + (3, 20, 0))
+        return abi.graph_launch(1, self.handle(ring, Opcode.GRAPH_LOAD), repeat)
+
+    def crowd(self, ring: Ring) -> None:
+        """Some commands that are not ordered at once, with ids that sometimes make sense."""
+        r = self.random
+        count = r.randrange(1, 9)
+        kinds = (Flag.PLAIN, Flag.SYNC, Flag.CONDITIONAL, Flag.SYNC | Flag.CONDITIONAL)
+        for n in range(count):
+            pick = r.random()
+            entry = (
+                abi.nop(1) if pick < 0.3 else self.launch(ring) if pick < 0.7
+                else self.copy(ring) if pick < 0.85 else self.graph_launch(ring)
+            )  # fmt: skip
+            flags = r.choice(kinds)
+            own = self.serial + n if flags & Flag.SYNC else 0
+            on = self.serial + r.randrange(-2, n + 1) if flags & Flag.CONDITIONAL else 0
+            if r.random() < 0.05:
+                own, on, flags = self.number(), self.number(), Flag(r.randrange(16))
+            chip = r.choice((abi.ANY_CHIP,) * 3 + (0, 1, 2))
+            ring.post(abi.scheduled(entry, flags, chip, own, max(0, on)))
+        self.serial = (self.serial + count) % (1 << 31) + 3
+        ring.submit()
+        self.local.wait(lambda: ring.ready() >= count)
+        for _ in range(count):
+            self.judge(ring, ring.take(), b"")
+
     def query(self, ring: Ring) -> bytes:
-        what = self.random.choice((0, 1, 2, 3, 4, 4, 3, 5, 65535))
+        what = self.random.choice((0, 1, 2, 3, 4, 4, 3, 5, 6, 7, 65535))
         memory = self.memory(self.random.choice((0, 100, 65536)))
         raw = bytearray(abi.query(1, abi.Query.INFO, memory))
         struct.pack_into("<H", raw, 8, what)
@@ -237,16 +306,18 @@ class Fuzzer:
         if not ring.register(QueueReg.CONTEXT) and self.random.random() < 0.8:
             action = self.open
         entry = action(ring)
-        if entry is None:
-            return
-        done = ring.run(entry)
+        if entry is not None:
+            self.judge(ring, ring.run(entry), entry)
+
+    def judge(self, ring: Ring, done: abi.Completion, entry: bytes) -> None:
+        """A completion must be a typed status."""
         status = CommandStatus(done.status)
         self.statuses[status.name] += 1
-        opcode = entry[0] | entry[1] << 8
+        opcode = done.opcode
         if status is CommandStatus.DEVICE_ERROR:
             fault = ring.fault()
             raise AssertionError(f"{entry.hex()}: {fault}")
-        if status is CommandStatus.OK and opcode in (Opcode.TENSOR_CREATE, Opcode.PROGRAM_LOAD):
+        if status is CommandStatus.OK and opcode in _MADE:
             own = self.owned.setdefault((ring.index, Opcode(opcode)), [])
             own.append(done.value)
             del own[: max(0, len(own) - 8)]
@@ -287,7 +358,7 @@ def run(seconds: float, seed: int) -> Counter[str]:
             for _ in range(500):
                 fuzzer.step()
             fuzzer.check()
-        for opcode in (Opcode.LAUNCH, Opcode.COPY_IN, Opcode.COPY_OUT, Opcode.QUERY):
+        for opcode in (*_MADE, Opcode.LAUNCH, Opcode.GRAPH_LAUNCH, Opcode.COPY_IN, Opcode.QUERY):
             assert fuzzer.worked[opcode], f"{opcode.name} never worked: the fuzzer is blunt"
         return fuzzer.statuses
     finally:
