@@ -1,4 +1,4 @@
-"""A card's chips and links in characters: plain text, which looks the same in a terminal, a pipe and
+"""A card's chips and links in characters: plain text that looks the same in a terminal, a pipe and
 a log. Values in, text out.
 """
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import combinations, permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelvisor.isolation import linking
@@ -39,6 +39,7 @@ def rooms(draw: st.DrawFn) -> Room:
     return Room(item, free, draw(st.booleans()), frozenset(links))
 
 
+@settings(deadline=None)
 @given(rooms(), st.integers(2, 6))
 def test_a_ring_is_found_exactly_where_some_order_of_some_chips_is_one(place, count) -> None:
     ends = joined(place.card, place.links)
@@ -50,6 +51,7 @@ def test_a_ring_is_found_exactly_where_some_order_of_some_chips_is_one(place, co
     there = any(
         closed((chips[0], *rest))
         for chips in combinations(sorted(place.able), count)
+        if count < 6 or len(place.links) >= 6  # else tried for nothing
         for rest in permutations(chips[1:])
     )
     found = linking.ring(place, count)
@@ -136,6 +138,7 @@ def test_a_function_is_told_of_its_links_in_its_own_numbers() -> None:
     assert linking.laid(row, replace(place, links=())) == []
 
 
+@settings(deadline=None)
 @given(rooms(), st.integers(2, 6))
 def test_what_is_told_has_the_ring_that_was_chosen(place, count) -> None:
     some = frozenset(set(range(place.card.chips)) - set(place.able))
@@ -163,6 +166,7 @@ def test_two_ways_over_the_same_link_make_no_ring() -> None:
 # --- functions that were elsewhere ----------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(
     st.sampled_from([((1, 2, 2), 4), ((1, 1, 4), 4), ((2, 1, 3), 6), ((1, 2, 3), 6)]),
     st.sampled_from([(1, 1, 4), (1, 2, 2), (2, 2, 2), (1, 2, 4), (2, 1, 4)]),
