@@ -81,14 +81,17 @@ class _Budget:
 
 
 def ring(room: Room, count: int) -> Joined | None:
-    """``count`` chips and a ring of them: of two chips, the way between them. None: there is none,
-    or none was found within :attr:`Limits.ring_steps`.
+    """``count`` chips in the order of a ring, and that ring: of two chips, the way between them.
+    So a function's chip is joined to the next in its own numbers, wherever it is. None: there is
+    none, or none was found within :attr:`Limits.ring_steps`.
     """
     budget = _Budget()
     for chips in (*_blocks(room, count), room.able):
         cycle = _cycle(room.ways, chips, count, budget)
         if cycle is not None:
-            return _joined(room, sorted(cycle), _around(room.ways, cycle))
+            first = cycle.index(min(cycle))
+            chips = [*cycle[first:], *cycle[:first]]
+            return _joined(room, chips, _around(room.ways, cycle))
     return None
 
 
