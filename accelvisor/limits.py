@@ -52,9 +52,9 @@ class Limits:
     program_instructions: int = 4096
     # Operands of one program; each is a row of the table that a submission binds.
     program_slots: int = 1024
-    # Chips of one function: each has two queues, whose progress is a record of the function's state.
+    # Chips of one function: each has two queues, and their progress a record of the state.
     chips: int = 16
-    # Links of one function: each of its chips has four ports at most, and one way may have some hops.
+    # Links of one function: each of its chips has four ports, and one way may have some hops.
     function_links: int = 256
     # Steps of a search for a ring of free links on a card: some tens of milliseconds.
     ring_steps: int = 20_000

@@ -17,6 +17,10 @@ GROUPS = {
     "device": ("benchmarks.device",),
     "migration": ("benchmarks.migration", "benchmarks.checkpoint", "benchmarks.moves"),
     "isolation": ("benchmarks.isolation",),
+    "fabric": (
+        "benchmarks.scheduling", "benchmarks.queues", "benchmarks.collectives",
+        "benchmarks.fabric_model",
+    ),
 }
 #: Only when named: they need the laboratory.
 ON_DEMAND = {"migration-lab": ("benchmarks.migration_lab",)}

@@ -1,6 +1,6 @@
-"""Group ``queues``: what two queues with events gain over one, on the model clock.
+"""Group ``fabric``, queues: what two queues with events gain over one, on the model clock.
 
-``python -m benchmarks.queues [--json FILE] [--quick]``. Back-propagation over 20 layers and 4
+Back-propagation over 20 layers and 4
 units: each layer is computed on every unit, then its gradients are exchanged on the transfer queue,
 for which that layer must be done on all units. One queue per unit does the same work in the same
 order of importance. Cycles of the model clock are exact, so there is no spread.
@@ -8,18 +8,14 @@ order of importance. Cycles of the model clock are exact, so there is no spread.
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from accelvisor.abi.graphs import QueueType
 from accelvisor.guest.graphs.builder import Op, build
-from benchmarks.record import Goal, Record, Sample, compare, table
+from benchmarks.record import Goal, Record, Sample, compare
 
-GROUP = "queues"
+GROUP = "fabric"
 LAYERS, UNITS, COMPUTE = 20, 4, 1000
 
 
@@ -76,20 +72,3 @@ def _building(rounds: int) -> Record:
         GROUP, f"build queues of {len(ops)} operations on 8 units", Sample(tuple(taken)), "ms",
         threads=1, note="wall time, once for each graph",
     )  # fmt: skip
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.queues", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the records as JSON")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats")
-    options = parser.parse_args()
-    records = list(run(options.quick))
-    print(table(records))
-    if options.json:
-        document = {"records": [r.to_dict() for r in records]}
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
-    return 0 if all(r.holds is not False for r in records) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

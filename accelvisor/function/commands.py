@@ -117,6 +117,7 @@ class Commands:
         number = u32[where.cursor + s.C_INTENT] - 1
         pid, name = abi.OPEN.unpack_from(entry, _BODY)
         self._contexts.open(number, where.queue, pid, name)
+        self._queries.opened(number)
         u32[where.record + s.Q_CONTEXT] = number + 1
         return 0, number, 0
 

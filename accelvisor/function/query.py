@@ -120,6 +120,10 @@ class Queries:
                 )
         return found
 
+    def opened(self, context: int) -> None:
+        """A context began: what ran in an earlier one of its number is not its own."""
+        self._trace.forget(context)
+
     def trace(self, context: int | None = None) -> dict[str, Any]:
         """Who ran when: of one context, or of all."""
         names = {}

@@ -9,8 +9,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from accelvisor.limits import LIMITS
+
 #: Spans that are kept: some seconds of a busy function, half a megabyte at most.
 _KEPT = 4096
+#: What a span takes in an answer at most, as JSON.
+_SPAN_BYTES = 320
 
 
 class Span(NamedTuple):
@@ -43,16 +47,29 @@ class Trace:
         self._count += 1
         self._spans.append(span)
 
-    def describe(self, names: dict[int, str], context: int | None = None) -> dict[str, Any]:
-        """As JSON: the spans of one context, or of all; ``names`` by context."""
+    def forget(self, context: int) -> None:
+        """The context is another's from here on."""
+        kept = [span for span in tuple(self._spans) if span.context != context]
+        self._spans.clear()
+        self._spans.extend(kept)
+
+    def describe(
+        self, names: dict[int, str], context: int | None = None, room: int = LIMITS.query_bytes
+    ) -> dict[str, Any]:
+        """As JSON of at most ``room`` bytes: the last spans of one context, or of all; ``names`` by
+        context.
+        """
         spans = [span for span in tuple(self._spans) if context is None or span.context == context]
+        most = room // _SPAN_BYTES - 1
+        dropped = max(0, self._count - _KEPT) + max(0, len(spans) - most)
+        spans = spans[-most:]
         return {
             "clock": "monotonic",
-            "dropped": max(0, self._count - _KEPT),
+            "dropped": dropped,
             "spans": [
                 {
                     "context": span.context,
-                    "name": names.get(span.context, ""),
+                    "name": names.get(span.context, "")[:48],
                     "chip": span.engine // 2,
                     "queue": "transfer" if span.engine % 2 else "compute",
                     "label": span.label,

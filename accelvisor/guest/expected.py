@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from accelvisor.abi.dtypes import DType
+from accelvisor.collectives import reference
+from accelvisor.collectives.kinds import BY_CODE, kind_of
+
 Array = npt.NDArray[Any]
 
 #: Unit roundoff of float32, times this much and the length of a sum, is the error we accept.
@@ -27,7 +31,8 @@ class Case:
     Attributes:
         compute: the formula; takes the inputs and the attributes by name; an array or a tuple.
         inputs: tokens of kind and shape, e.g. ``f3,5``: ``f`` float32, ``p`` positive float32,
-            ``i`` int64 below 5, ``b`` bool.
+            ``i`` int64 below 5, ``b`` bool, ``s`` float32 of which most are zero, ``z`` the same,
+            packed.
         attributes: what the call is given.
         terms: the length of the longest sum, for the accepted error; 0 asks for equality.
         shape, dtype: of the result, where they do not follow from the inputs.
@@ -50,7 +55,7 @@ class Case:
         if found.shape != wanted.shape:
             return False
         if self.terms == 0 or wanted.dtype.kind != "f":
-            return bool(np.array_equal(found, wanted))
+            return bool(np.array_equal(found, wanted, equal_nan=wanted.dtype.kind == "f"))
         error = np.abs(found.astype(np.float64) - wanted)
         scale = np.abs(wanted) + math.sqrt(self.terms)
         return bool(np.all(error <= _ULPS * self.terms * 2.0**-24 * scale))
@@ -64,9 +69,23 @@ def _make(token: str, random: np.random.RandomState) -> Array:
     if kind == "b":
         return random.randint(0, 2, shape).astype(np.bool_)
     values = random.standard_normal(shape)
+    if kind in "sz":
+        values[random.uniform(size=shape) < 0.7] = 0
+        sparse = values.astype(np.float32)
+        return sparse if kind == "s" else _packed(sparse)
     if kind == "p":
         values = np.abs(values) + 0.25
     return values.astype(np.float32)
+
+
+def _packed(x: Array) -> Array:
+    """A packed tensor of one block: its room is 16 elements more than the block has."""
+    data = reference.pack(x, kind_of(x))
+    return np.frombuffer(data.ljust(4 * (x.size + 16), b"\0"), np.float32)
+
+
+def _dense(packed: Array) -> Array:
+    return reference.unpack(packed.tobytes(), BY_CODE[DType.FLOAT32])
 
 
 def _f64(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -241,6 +260,11 @@ EXPECTED: dict[str, Case] = {
         {"rate": 0.125, "decay": 0.25},
         3,
     ),
+    "link_copy": Case(lambda x: x, terms=0),
+    "ring_hop": Case(lambda a, b: a + b, "f3,5 f3,5", terms=0),
+    "zvc_pack": Case(_packed, "s40", terms=0),
+    "zvc_hop": Case(lambda a, b: _packed(_dense(a) + b), "z40 s40", terms=0),
+    "zvc_unpack": Case(_dense, "z40", terms=0, shape=(40,)),
     "sgd_momentum": Case(
         _f64(_momentum),
         "f3,5 f3,5 f3,5",

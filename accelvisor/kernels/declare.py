@@ -181,7 +181,8 @@ class Instruction:
             among them keep one tile within ~20 ms.
         bound: how far ``fast`` may be from ``reference``.
         crossing: for an instruction that moves data over a link (its attributes ``source`` and
-        ``target``): the bytes that crossed, from the finished operands; what it wrote when None.
+        ``target``): ``(arrays, attributes)``: the bytes that crossed, from the finished
+        operands; what it wrote when None.
     """
 
     name: str
@@ -196,7 +197,7 @@ class Instruction:
     work: Callable[[Shapes, Values], Work] = field(default_factory=elementwise_work)
     requires: tuple[str, ...] = ()
     bound: Bound = SAME_BITS
-    crossing: Callable[[Arrays], int] | None = None
+    crossing: Callable[[Arrays, Values], int] | None = None
     reads: tuple[int, ...] = field(init=False)
     writes: tuple[int, ...] = field(init=False)
     declaration: dict[str, Any] = field(init=False, repr=False)

@@ -198,6 +198,11 @@ def link_bytes(packed: Array, n: int, block: int = BLOCK) -> int:
     return total
 
 
+def _packed_crossing(arrays: Arrays, values: Values) -> int:
+    """Of an instruction whose last operand is packed and the one before is as long as its data."""
+    return link_bytes(arrays[-1], arrays[-2].size, values[-1])
+
+
 def _by_first(shapes: Shapes, values: Values) -> Tiling:
     return _block_tiling(prod(shapes[0]), values[-1])
 
@@ -251,6 +256,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         _by_first,
         attributes=_CODED,
         queue=Queue.TRANSFER,
+        crossing=_packed_crossing,
         work=elementwise_work(2),
     ),
     Instruction(
@@ -267,6 +273,7 @@ INSTRUCTIONS: tuple[Instruction, ...] = (
         _by_second,
         attributes=(*_LINK, _OP, _BFLOAT16, _BLOCK),
         queue=Queue.TRANSFER,
+        crossing=_packed_crossing,
         work=elementwise_work(4),
         requires=_SHAPED,
     ),

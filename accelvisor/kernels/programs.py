@@ -57,7 +57,7 @@ class PlannedOperation:
     def crossing(self, arrays: Arrays) -> int:
         """Bytes that went over the link; asked when all tiles are done."""
         measured = self.instruction.crossing
-        return measured(arrays) if measured else self.cost.bytes_written
+        return measured(arrays, self.attributes) if measured else self.cost.bytes_written
 
     def run_tile(self, arrays: Arrays, tile: int) -> None:
         """Run tile ``tile`` of the fast twin on ``arrays``, in operand order.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from accelvisor.abi.commands import ANY_CHIP
 from accelvisor.function.scheduler import COMPUTE, QUANTUM, Command, Scheduler, Step
 from accelvisor.limits import LIMITS
-from tests.function.scheduling import Order, in_order, run, workload
+from benchmarks.scheduling import Order, in_order, simulate, workload
 
 
 @st.composite
@@ -32,7 +32,7 @@ def programs(draw: st.DrawFn) -> list[list[Order]]:
 @settings(max_examples=200, deadline=None)
 @given(programs(), st.integers(1, 4))
 def test_traces_keep_every_rule(queues: list[list[Order]], engines: int) -> None:
-    trace = run(queues, engines)
+    trace = simulate(queues, engines)
     assert not trace.refused
     spans = []
     for program, begins, ends in zip(queues, trace.begins, trace.ends, strict=True):
@@ -56,16 +56,16 @@ def test_the_stream_runs_ahead_of_its_slow_commands() -> None:
     gains = []
     for seed in range(30):
         program = workload(seed)
-        gains.append(in_order(program) / run([program]).makespan)
+        gains.append(in_order(program) / simulate([program]).makespan)
     assert mean(gains) >= 1.9
     assert min(gains) > 1.7
 
 
 def test_without_dependencies_and_in_a_chain_it_is_as_fast_as_one_by_one() -> None:
     free = [Order(0, 0, 100 + n % 7) for n in range(500)]
-    assert run([free]).makespan == in_order(free)
+    assert simulate([free]).makespan == in_order(free)
     chain = [Order(n, n - 1, 50) for n in range(1, 300)]
-    assert run([chain]).makespan == in_order(chain) == 299 * 50
+    assert simulate([chain]).makespan == in_order(chain) == 299 * 50
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,7 +75,7 @@ def test_nobody_waits_longer_than_everybodys_quanta(weights: list[int], seed: in
     at most what it may: a quantum for each round, and what it could have saved.
     """
     programs = [[Order(0, 0, 300 * weight)] * (200 // weight) for weight in weights]
-    trace = run(programs, engines=1)
+    trace = simulate(programs, engines=1)
     full = min(max(ends.values()) for ends in trace.ends)
     for lane, program in enumerate(programs):
         begins = sorted(trace.begins[lane].values())
@@ -92,7 +92,7 @@ def test_nobody_waits_longer_than_everybodys_quanta(weights: list[int], seed: in
 
 
 def test_queues_with_short_and_with_long_commands_get_the_same_share() -> None:
-    trace = run([[Order(0, 0, 50)] * 4000, [Order(0, 0, 7000)] * 30], engines=2)
+    trace = simulate([[Order(0, 0, 50)] * 4000, [Order(0, 0, 7000)] * 30], engines=2)
     half = trace.makespan // 3
     got = [
         sum(min(end, half) - begin for begin, end in zip(begins.values(), ends.values(),
