@@ -47,6 +47,15 @@ def specification(
     return made
 
 
+def shape(function: Function, cards: Sequence[Card]) -> tuple[tuple[int, int], ...]:
+    """Which of its chips links join, by the function's own numbers: what a host that it goes to has
+    to give it, since its programs name these.
+    """
+    card = next((item for item in cards if item.name == function.card), None)
+    laid = [] if card is None else linking.laid(card, function.placement)
+    return tuple(sorted({(min(one, other), max(one, other)) for _, one, other in laid}))
+
+
 def _fabric(function: Function, card: Card) -> dict[str, object]:
     placement = function.placement
     return {

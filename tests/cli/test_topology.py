@@ -99,7 +99,7 @@ def test_every_chip_and_every_link_is_drawn_once_or_at_both_its_ends(grid, data)
         ends = other - one != 1 if beside else other - one != wide
         expected += 2 if ends or (beside and one % wide == 7) else 1
     assert marks == expected
-    assert all(len(line) <= 120 for line in text.splitlines())
+    assert all(len(line) <= 120 for line in drawing.splitlines())
 
 
 def test_links_that_are_not_up_and_chips_that_are_off_look_so() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import msgspec
 import pytest
 
 from accelvisor.control import admin
-from accelvisor.daemon.card_config import CardConfig, ProfileConfig, Size
+from accelvisor.daemon import specifying
+from accelvisor.daemon.card_config import CardConfig, ProfileConfig, Size, profile_of
 from accelvisor.daemon.topology import heard
-from accelvisor.errors import AccelvisorError
+from accelvisor.errors import AccelvisorError, CapacityError
 from accelvisor.function.spec import parse
 from accelvisor.isolation.resources import Links
 from accelvisor.limits import MIB
@@ -60,11 +63,11 @@ def test_a_function_is_told_its_chips_and_links_on_two_boards(harness: Harness) 
         assert made["links"] == [0, 1, 2, 3]
         told = spec(harness, made["uuid"])
         assert told["fabric"] == {
-            "chips": [[0, 0, 1], [0, 1, 1], [1, 2, 1], [1, 3, 1]],
+            "chips": [[0, 0, 1], [0, 1, 1], [1, 3, 1], [1, 2, 1]],  # around the ring
             "links": [
                 [0, 0, 1, "inter-chip"],
-                [2, 0, 2, "inter-card"],
-                [3, 1, 3, "inter-card"],
+                [2, 0, 3, "inter-card"],
+                [3, 1, 2, "inter-card"],
                 [1, 2, 3, "inter-chip"],
             ],
         }
@@ -176,6 +179,24 @@ def test_a_partition_has_the_links_between_its_chips(harness: Harness) -> None:
         assert spec(harness, item["uuid"])["fabric"]["links"] == [[0, 0, 1, "inter-chip"]]
 
     scenario(harness, body)
+
+
+def test_a_function_that_comes_gets_links_of_the_shape_that_it_had(harness: Harness) -> None:
+    """A square into a row: chips in another order, so that its programs find their links."""
+    configure(harness)
+    square = ((0, 1), (0, 2), (1, 3), (2, 3))
+    profile = replace(profile_of("ring", PROFILES["ring"]), shape=square)
+
+    async def run() -> None:
+        async with harness.daemon() as daemon:
+            functions = daemon._functions
+            made = await functions.bring(str(uuid.uuid4()), profile)
+            assert specifying.shape(made, functions.cards) == square
+            assert list(made.placement.cores) != sorted(made.placement.cores)
+            with pytest.raises(CapacityError, match="with the links that it has"):
+                await functions.bring(str(uuid.uuid4()), profile)
+
+    asyncio.run(run())
 
 
 # --- what is seen ---------------------------------------------------------------------------------

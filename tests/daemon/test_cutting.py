@@ -250,6 +250,29 @@ def test_a_table_that_somebody_else_signed_is_none(harness: Harness) -> None:
     asyncio.run(scenario())
 
 
+def test_a_table_that_was_signed_before_cards_were_grids_still_counts(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Signed as it was then: without grid and links."""
+    document, digest = static.Table.document, static.Table.digest
+
+    async def scenario() -> None:
+        with monkeypatch.context() as then:
+            then.setattr(static.Table, "document", lambda table, _=1: document(table, 1))
+            then.setattr(static.Table, "digest", lambda table, _=1: digest(table, 1))
+            async with harness.daemon():
+                await cut(harness, 4)
+        async with harness.daemon():
+            vm(harness, "vm")
+            assert (await shown(harness))["problem"] == ""
+            assert (await attach(harness, "vm"))["partition"] == 0
+        configure(harness, rows=2)
+        async with harness.daemon():
+            assert "was signed" in (await shown(harness))["problem"]
+
+    asyncio.run(scenario())
+
+
 def test_a_new_key_of_the_host_leaves_the_table_its_own(harness: Harness) -> None:
     async def scenario() -> None:
         async with harness.daemon():

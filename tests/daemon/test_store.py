@@ -19,7 +19,9 @@ def function(number: int = 1, **changes: object) -> Function:
         uuid=f"u{number}",
         name=f"n{number}",
         profile="small",
-        placement=Placement("card0", {0: (1, 2), 3: (0,)}, (Range(0, 0, 4096),), (3, 4), 1, (7,)),
+        placement=Placement(
+            "card0", {0: (1, 2), 3: (0,)}, (Range(0, 0, 4096),), (3, 4), 1, (7,), (2, 5)
+        ),
         cores=3,
         chips=2,
         memory_bytes=4096,
@@ -46,6 +48,22 @@ def reopened(path: Path) -> list[Function]:
         return again.functions()
     finally:
         again.close()
+
+
+def test_a_placement_of_before_links_were_held_has_none(store: Store) -> None:
+    store.insert(function(), "one")
+    old = '{"ranges": [[0, 0, 4096]], "queues": [3, 4], "vector": 1, "cpus": [7]}'
+    store._db.execute("UPDATE functions SET resources = ?", (old,))
+    assert store.functions() == [
+        function(placement=replace(function().placement, links=()))
+    ]
+
+
+def test_modes_of_chips_are_kept(store: Store) -> None:
+    store.set_chip("card0", 3, "disabled", "off")
+    store.set_chip("card0", 3, "pass-through", "on")
+    assert store.chips() == [("card0", 3, "pass-through")]
+    assert [item.kind for item in store.events()] == ["card-changed"] * 2
 
 
 def test_what_is_written_comes_back(store: Store, tmp_path: Path) -> None:
