@@ -39,8 +39,9 @@ def values(kind: Kind, n: int, name: str, seed: int) -> Array:
         sign = kind.keep + 1
         one = kind.infinity >> 1 & kind.infinity
         pool = [
-            0, sign, kind.infinity, sign | kind.infinity, kind.nan, sign | kind.nan | 1, 1, sign | 1,
-            one, sign | one, kind.infinity - 1, sign | (kind.infinity - 1), kind.infinity | 1,
+            0, sign, kind.infinity, sign | kind.infinity, kind.nan, sign | kind.nan | 1, 1,
+            sign | 1, one, sign | one, kind.infinity - 1, sign | (kind.infinity - 1),
+            kind.infinity | 1,
         ]  # fmt: skip
         special = random.choice(np.array(pool, kind.bits), n)
         bits = np.where(random.random(n) < 0.5, special, bits)

@@ -48,7 +48,7 @@ def test_every_16_bit_value_plus_awkward_ones(name: str) -> None:
 
 
 def test_rounding_to_bfloat16_is_to_nearest_even() -> None:
-    """Against the exact distance to both neighbours, for all upper halves and telling lower ones."""
+    """By the lower half's distance to both neighbours, for all upper halves."""
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
         x = (upper | np.uint32(lower)).view(np.float32)

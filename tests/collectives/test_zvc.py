@@ -216,10 +216,11 @@ def test_a_mask_that_changes_after_it_was_checked_is_not_looked_at() -> None:
 def test_arrays_that_do_not_fit_each_other() -> None:
     kind = BY_NAME["float32"]
     a = zvc.open_packed(zvc.pack(np.ones(70, "f4"), kind))
+    whole = zvc.open_packed(zvc.pack(np.ones(70, "i4"), BY_NAME["int32"]))
     calls: list[Any] = [
         lambda: zvc.unpack(a, np.empty(71, "f4")),
         lambda: zvc.merge_dense(a, np.empty(69, "f4"), Op.SUM),
-        lambda: zvc.merge(a, zvc.open_packed(zvc.pack(np.ones(70, "i4"), BY_NAME["int32"])), Op.SUM),
+        lambda: zvc.merge(a, whole, Op.SUM),
         lambda: zvc.pack(np.ones(70, "f4"), kind, np.empty(100, np.uint8)),
     ]
     for call in calls:
