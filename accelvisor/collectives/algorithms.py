@@ -100,13 +100,13 @@ class Ring:
         for s in range(self.size - 1):
             for number, at in enumerate(blocks[(first - s - 1) % self.size]):
                 message = yield from hops.receive(self.left, step + s, number)
+                hops.take(message, out[at])  # first: what is damaged goes no further
                 if s < self.size - 2:
                     payload = np.frombuffer(message.payload, np.uint8)
                     n = at.stop - at.start
                     yield from hops.send(
                         self.right, step + s + 1, number, message.form, payload, n
                     )
-                hops.take(message, out[at])
 
     def all_reduce(self, x: Array, out: Array, step: int) -> Steps:
         """2 (N - 1) steps from ``step``. ``out`` is not ``x``."""
@@ -156,12 +156,12 @@ class Ring:
                     yield from self._send(step, number, out[at])
                 continue
             message = yield from hops.receive(self.left, step + self.place - 1, number)
+            hops.take(message, out[at])
             if self.place < last:
                 payload = np.frombuffer(message.payload, np.uint8)
                 n = at.stop - at.start
                 to = step + self.place
                 yield from hops.send(self.right, to, number, message.form, payload, n)
-            hops.take(message, out[at])
 
 
 def _turned(size: int, first: int) -> list[int]:

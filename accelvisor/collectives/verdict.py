@@ -66,7 +66,8 @@ def _lost(size: int, parties: Mapping[int, Report], ahead: set[int]) -> Accelvis
         if report.reason is Reason.SLOW or whom == NOBODY or whom in ahead or whom >= size:
             continue
         if whom not in parties or parties[whom].reason is Reason.SLOW:
-            steps[whom] = max(steps.get(whom, 0), report.step)
+            # It sent nothing of the first step that somebody still waits in.
+            steps[whom] = min(steps.get(whom, report.step), report.step)
     if not steps:
         return DeadlineError(
             "no rank is lost, but messages did not arrive in time", code="collective-deadline",
