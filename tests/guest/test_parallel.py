@@ -85,6 +85,50 @@ def test_all_ranks_end_with_the_bits_of_the_sum_in_their_order(
     assert {f.tobytes() for f in found} == {wanted}
 
 
+def in_grid_order(values: Sequence[np.ndarray], columns: int) -> np.ndarray:
+    """Each block along its row's ring, then each piece of it along its column's."""
+    rows = [values[at : at + columns] for at in range(0, len(values), columns)]
+    total = np.empty_like(values[0])
+    for b, (low, high) in enumerate(collectives.blocks(values[0].size, columns)):
+        column = [
+            in_rank_order([row[(b + s) % columns][low:high] for s in range(columns)])
+            for row in rows
+        ]
+        for j, (first, last) in enumerate(collectives.blocks(high - low, len(rows))):
+            order = [(j + s) % len(rows) for s in range(len(rows))]
+            total[low + first : low + last] = in_rank_order(
+                [column[r][first:last] for r in order]
+            )
+    return total
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize(("n", "columns"), [(4, 2), (6, 3), (8, 4), (8, 8), (8, 1)])
+@pytest.mark.parametrize("size", [2, 131])
+def test_a_grid_reduces_rows_and_columns(
+    fn: Function, n: int, columns: int, size: int, compress: bool
+) -> None:
+    values = parts(n, size, zeros=0.6 * compress)
+    found = reduced(fn, values, order="grid", columns=columns, compress=compress)
+    assert {f.tobytes() for f in found} == {in_grid_order(values, columns).tobytes()}
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_one_rank_can_have_the_sum_and_one_be_copied(fn: Function, compress: bool) -> None:
+    values = parts(4, 77, zeros=0.6 * compress)
+    tensors = [fn.tensor(v) for v in values]
+    with fn.graph() as g:
+        collectives.reduce(g, tensors, chunks=3, compress=compress)
+    g()
+    assert tensors[3].numpy().tobytes() == in_rank_order(values).tobytes()
+    for tensor, value in zip(tensors[:3], values[:3], strict=True):
+        assert tensor.numpy().tobytes() == value.tobytes()
+    with fn.graph() as g:
+        collectives.broadcast(g, tensors[::-1], chunks=2, compress=compress, chips=[3, 2, 1, 0])
+    g()
+    assert {t.numpy().tobytes() for t in tensors} == {in_rank_order(values).tobytes()}
+
+
 @pytest.mark.parametrize("op", ["min", "max", "absmax"])
 def test_other_operators(fn: Function, op: str) -> None:
     values = parts(4, 50)
@@ -92,7 +136,7 @@ def test_other_operators(fn: Function, op: str) -> None:
     stack = np.stack(values)
     wanted = np.abs(stack).max(axis=0) if pair is None else pair.reduce(stack, axis=0)
     for order in collectives.ORDERS:
-        for found in reduced(fn, values, op=op, order=order):
+        for found in reduced(fn, values, op=op, order=order, columns=2):
             assert np.array_equal(found, wanted)
 
 

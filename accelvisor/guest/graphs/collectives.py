@@ -13,6 +13,11 @@ Patarasu and X. Yuan ("Bandwidth optimal all-reduce algorithms for clusters of w
 Parallel Distrib. Comput. 69(2), 2009): fewer bytes on each link, each block added in an order of
 its own, that of the ring from the block's first rank on.
 
+``grid`` is the all-reduce of two dimensions, for chips whose rows and columns are rings (US
+11,615,295): each row scatter-reduces, then each column all-reduces the part that it has, 1 /
+columns of the data, then each row gathers. As many bytes go over each chip's links as with one
+ring, in 2 (columns - 1) + 2 (rows - 1) steps instead of 2 (ranks - 1).
+
 With ``compress`` messages hold only what is not zero and are added while they are packed (after US
 11,544,067); the bits are those of the dense run.
 """
@@ -34,7 +39,7 @@ if TYPE_CHECKING:
 
 #: Operators by the number that the instructions take.
 OPS = {"sum": 0, "min": 1, "max": 2, "absmax": 3}
-ORDERS = ("rank", "ring")
+ORDERS = ("rank", "ring", "grid")
 NO_LINK = -1
 
 _programs: WeakKeyDictionary[Function, dict[tuple[Any, ...], Program]] = WeakKeyDictionary()
@@ -49,6 +54,7 @@ def all_reduce(
     chunks: int = 4,
     compress: bool = False,
     chips: Sequence[int] | None = None,
+    columns: int = 0,
     after: After = (),
 ) -> tuple[Recorded, ...]:
     """Record an all-reduce, in place: afterwards each tensor holds the reduction of all.
@@ -58,6 +64,7 @@ def all_reduce(
         op: ``sum``, ``min``, ``max`` or ``absmax``.
         order: ``rank``: additions in the order of ranks; needs links between neighbours.
             ``ring``: in ring order; needs one from the last chip to the first, too.
+            ``grid``: ranks are rows of ``columns`` each; needs those links in each row and column.
         chunks: of ``rank``: pieces that follow each other through the chain.
         chips: the chips of the ranks; 0, 1, 2, ... when None.
         after: what must be done before, beside what the tensors say.
@@ -75,12 +82,67 @@ def all_reduce(
             f"all_reduce of op {op!r}, order {order!r}, {chunks} chunks", where="collective",
             hint=f"ops: {', '.join(OPS)}; orders: {', '.join(ORDERS)}",
         )  # fmt: skip
+    if order == "grid" and (columns < 1 or len(ranks) % columns):
+        raise UsageError(f"{len(ranks)} ranks in rows of {columns}", where="collective")
     first = len(graph.nodes)
     flat = [t.reshape(-1) for t in tensors]
     wire = (_Packed if compress else _Dense)(graph, op, after)
     with graph.tracking():
         if len(ranks) > 1 and flat[0].size:
-            (_ring if order == "ring" else _chain)(wire, flat, ranks, chunks)
+            if order == "grid":
+                _grid(wire, flat, ranks, columns)
+            else:
+                (_ring if order == "ring" else _chain)(wire, flat, ranks, chunks)
+    return tuple(graph.nodes[first:])
+
+
+def reduce(
+    graph: Graph,
+    tensors: Sequence[Tensor],
+    op: str = "sum",
+    *,
+    chunks: int = 4,
+    compress: bool = False,
+    chips: Sequence[int] | None = None,
+    after: After = (),
+) -> tuple[Recorded, ...]:
+    """Record a reduction into the last rank's tensor, in the order of ranks; the others stay as
+    they are. Arguments and errors as of :func:`all_reduce`.
+    """
+    ranks = _ranks(tensors, chips)
+    if op not in OPS or chunks < 1:
+        raise UsageError(f"reduce of op {op!r}, {chunks} chunks", where="collective")
+    first = len(graph.nodes)
+    flat = [t.reshape(-1) for t in tensors]
+    wire = (_Packed if compress else _Dense)(graph, op, after)
+    with graph.tracking():
+        if len(ranks) > 1:
+            for low, high in blocks(flat[0].size, chunks):
+                _round(wire, [t[low:high] for t in flat], ranks, 0)
+    return tuple(graph.nodes[first:])
+
+
+def broadcast(
+    graph: Graph,
+    tensors: Sequence[Tensor],
+    *,
+    chunks: int = 4,
+    compress: bool = False,
+    chips: Sequence[int] | None = None,
+    after: After = (),
+) -> tuple[Recorded, ...]:
+    """Record copies of the first rank's tensor over all others, from chip to chip. Arguments and
+    errors as of :func:`all_reduce`.
+    """
+    ranks = _ranks(tensors, chips)
+    if chunks < 1:
+        raise UsageError(f"broadcast of {chunks} chunks", where="collective")
+    first = len(graph.nodes)
+    flat = [t.reshape(-1) for t in tensors]
+    wire = (_Packed if compress else _Dense)(graph, "sum", after)
+    with graph.tracking():
+        for low, high in blocks(flat[0].size, chunks):
+            wire.spread([t[low:high] for t in flat], ranks)
     return tuple(graph.nodes[first:])
 
 
@@ -107,30 +169,54 @@ def _mismatch(message: str) -> UsageError:
 # --- who sends what to whom ----------------------------------------------------------------------
 
 
+def _round(wire: _Dense, parts: Sequence[Tensor], ranks: Sequence[int], first: int) -> int:
+    """Reduce ``parts`` along the ring from rank ``first`` on; who has the result in its part."""
+    n = len(ranks)
+    way = [(first + s) % n for s in range(n)]
+    if n > 1:
+        message = wire.send(parts[way[0]], ranks[way[0]], ranks[way[1]])
+        for here, there in pairwise(way[1:]):
+            message = wire.hop(message, parts[here], ranks[here], ranks[there])
+        wire.settle(message, parts[way[-1]], ranks[way[-1]])
+    return way[-1]
+
+
+def _onwards(wire: _Dense, parts: Sequence[Tensor], ranks: Sequence[int], first: int) -> None:
+    """Copy the part of rank ``first`` over the others, along the ring."""
+    way = [(first + s) % len(ranks) for s in range(len(ranks))]
+    wire.spread([parts[r] for r in way], [ranks[r] for r in way])
+
+
 def _chain(wire: _Dense, flat: Sequence[Tensor], ranks: Sequence[int], chunks: int) -> None:
     """Along the ranks with sums, and back with the result; chunk by chunk."""
-    last = len(ranks) - 1
     for low, high in blocks(flat[0].size, chunks):
         parts = [t[low:high] for t in flat]
-        message = wire.send(parts[0], ranks[0], ranks[1])
-        for r in range(1, last):
-            message = wire.hop(message, parts[r], ranks[r], ranks[r + 1])
-        wire.settle(message, parts[last], ranks[last])
+        _round(wire, parts, ranks, 0)
         wire.spread(parts[::-1], list(ranks[::-1]))
 
 
 def _ring(wire: _Dense, flat: Sequence[Tensor], ranks: Sequence[int], chunks: int) -> None:
     """Block b begins at rank b and is complete at rank b - 1; from there it goes round again."""
-    n = len(ranks)
-    for b, (low, high) in enumerate(blocks(flat[0].size, n)):
+    for b, (low, high) in enumerate(blocks(flat[0].size, len(ranks))):
         parts = [t[low:high] for t in flat]
-        way = [(b + s) % n for s in range(n)]
-        message = wire.send(parts[way[0]], ranks[way[0]], ranks[way[1]])
-        for here, there in pairwise(way[1:]):
-            message = wire.hop(message, parts[here], ranks[here], ranks[there])
-        wire.settle(message, parts[way[-1]], ranks[way[-1]])
-        onwards = [(way[-1] + s) % n for s in range(n)]
-        wire.spread([parts[r] for r in onwards], [ranks[r] for r in onwards])
+        _onwards(wire, parts, ranks, _round(wire, parts, ranks, b))
+
+
+def _grid(wire: _Dense, flat: Sequence[Tensor], ranks: Sequence[int], columns: int) -> None:
+    """Rows, then columns, then rows, block by block."""
+    rows = [range(at, at + columns) for at in range(0, len(ranks), columns)]
+    for b, (low, high) in enumerate(blocks(flat[0].size, columns)):
+        parts = [t[low:high] for t in flat]
+        mine = [[parts[r] for r in row] for row in rows]
+        chips = [[ranks[r] for r in row] for row in rows]
+        ends = [_round(wire, *pair, b) for pair in zip(mine, chips, strict=True)]
+        column = [row[end] for row, end in zip(mine, ends, strict=True)]
+        below = [row[end] for row, end in zip(chips, ends, strict=True)]
+        for j, (first, last) in enumerate(blocks(high - low, len(rows))):
+            pieces = [part[first:last] for part in column]
+            _onwards(wire, pieces, below, _round(wire, pieces, below, j))
+        for pair, end in zip(zip(mine, chips, strict=True), ends, strict=True):
+            _onwards(wire, *pair, end)
 
 
 def blocks(size: int, count: int) -> list[tuple[int, int]]:

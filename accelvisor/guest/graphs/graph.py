@@ -230,17 +230,19 @@ class Graph:
 
     def all_reduce(
         self, tensors: Sequence[Tensor], op: str = "sum", *, order: str = "rank", chunks: int = 4,
-        compress: bool = False, chips: Sequence[int] | None = None, after: After = (),
+        compress: bool = False, chips: Sequence[int] | None = None, columns: int = 0,
+        after: After = (),
     ) -> tuple[Recorded, ...]:  # fmt: skip
         """Reduce tensors over chips, in place: afterwards each holds the reduction of all.
 
-        See :func:`accelvisor.guest.graphs.collectives.all_reduce`.
+        See :func:`accelvisor.guest.graphs.collectives.all_reduce`; ``reduce`` and ``broadcast``
+        are there as well.
         """
         from accelvisor.guest.graphs.collectives import all_reduce
 
         return all_reduce(
             self, tensors, op, order=order, chunks=chunks, compress=compress, chips=chips,
-            after=after,
+            columns=columns, after=after,
         )  # fmt: skip
 
     @contextmanager
