@@ -38,6 +38,9 @@ Code = Annotated[str, Meta(pattern=r"\A[a-z][a-z0-9]*(-[a-z0-9]+)*\Z", max_lengt
 Name = Annotated[str, Meta(max_length=LIMITS.name_chars)]
 Count = Annotated[int, Meta(ge=0, le=_MAX_INT)]
 Epoch = Annotated[int, Meta(ge=1, le=_MAX_INT)]
+Chip = Annotated[int, Meta(ge=0, lt=LIMITS.chips)]
+#: Pairs of a function's chips, by its own numbers, that links join.
+Shape = Annotated[tuple[tuple[Chip, Chip], ...], Meta(max_length=LIMITS.function_links)]
 Signed = Annotated[bytes, Meta(max_length=LIMITS.migration_envelope_bytes)]  # an envelope
 
 
@@ -65,7 +68,7 @@ class Wanted(_Wire, frozen=True):
     profile: Name
 
 
-class Offered(_Wire, frozen=True):
+class Offered(_Wire, frozen=True, omit_defaults=True):
     """What the source will send of one function, and how it is called there. The destination gives
     no byte more than this.
 
@@ -86,6 +89,8 @@ class Offered(_Wire, frozen=True):
     name: Name = ""
     #: What decides about the bits of its results; the destination compares before anything moves.
     firmware: Annotated[dict[Name, Text], Meta(max_length=32)] = {}
+    #: Its programs name these: where they cannot be had it does not go.
+    links: Shape = ()
 
 
 class Message(_Wire, frozen=True, tag_field="t"):

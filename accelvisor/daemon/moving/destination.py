@@ -262,6 +262,7 @@ class DestinationMove:
                 offered.window_bytes,
                 offered.queues,
                 offered.ring_entries,
+                shape=offered.links,
             ),
             offered.name,
         )

@@ -130,7 +130,9 @@ class Looking:
     async def _function(self, function: Function) -> FunctionFacts:
         services = self._moving.services
         known = FunctionFacts(
-            fit.need(function), function.state, held=function.uuid in services.functions.held
+            fit.need(function, services.functions.cards),
+            function.state,
+            held=function.uuid in services.functions.held,
         )
         try:
             function.require_whole()
@@ -172,7 +174,8 @@ class Looking:
         if host is None:
             return {}
         uuid = domain.uuid if domain is not None else str(uuids.UUID(int=0))
-        question = AskFit(uuid, tuple(fit.need(item) for item in functions))
+        cards = self._moving.services.functions.cards
+        question = AskFit(uuid, tuple(fit.need(item, cards) for item in functions))
         try:
             said, rate = await self._moving.moves.neighbours.fit(host, question)
         except AccelvisorError as error:

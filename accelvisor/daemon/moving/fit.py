@@ -12,10 +12,12 @@ import msgspec
 from msgspec import Meta
 
 import accelvisor
+from accelvisor.daemon import specifying
 from accelvisor.function.moving import firmware
 from accelvisor.isolation import placing
-from accelvisor.isolation.resources import Profile
+from accelvisor.isolation.resources import Card, Profile
 from accelvisor.limits import LIMITS
+from accelvisor.migration.messages import Shape
 
 if TYPE_CHECKING:
     from accelvisor.daemon.moving.services import Services
@@ -25,7 +27,7 @@ Text = Annotated[str, Meta(max_length=LIMITS.migration_text_chars)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 53))]
 
 
-class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """What one function takes."""
 
     uuid: Text
@@ -37,6 +39,7 @@ class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window_bytes: Count
     queues: Annotated[int, Meta(ge=1, le=LIMITS.queues)]
     ring_entries: Annotated[int, Meta(ge=1, le=LIMITS.ring_entries)]
+    links: Shape = ()
 
 
 class AskFit(msgspec.Struct, frozen=True, tag="fit", forbid_unknown_fields=True):
@@ -67,7 +70,7 @@ class Fit(msgspec.Struct, frozen=True):
     known: bool = False
 
 
-def need(function: Function) -> Need:
+def need(function: Function, cards: Sequence[Card]) -> Need:
     """What a function of this host would take elsewhere."""
     return Need(
         function.uuid,
@@ -79,6 +82,7 @@ def need(function: Function) -> Need:
         function.window_bytes,
         function.queues,
         function.ring_entries,
+        specifying.shape(function, cards),
     )
 
 
@@ -111,7 +115,7 @@ def _missing(services: Services, wanted: Sequence[Need]) -> list[str]:
             return [f"{item.cores} cores do not spread evenly over {item.chips} chips"]
         profile = Profile(
             item.profile, item.cores, item.chips, item.memory_bytes, item.window_bytes,
-            item.queues, item.ring_entries,
+            item.queues, item.ring_entries, shape=item.links,
         )  # fmt: skip
         functions = services.functions
         plan = placing.plan(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from accelvisor.daemon import specifying
 from accelvisor.daemon.moving import documents
 from accelvisor.errors import DataError
 from accelvisor.frames import canonical
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from accelvisor.daemon.moving.copying import Part
     from accelvisor.daemon.moving.services import Services
     from accelvisor.daemon.moving.source import SourceMove
+    from accelvisor.isolation.resources import Card
 
 _SECOND = 10**9
 #: A whole migration, its pre-copy included, must fit into an offer's life.
@@ -73,7 +75,7 @@ def offer(services: Services, move: SourceMove, part: Part) -> bytes:
     return envelopes.sign(OFFER_TYPE, payload, [services.keys.identity]).encode()
 
 
-def offered(part: Part) -> wire.Offered:
+def offered(part: Part, cards: Sequence[Card]) -> wire.Offered:
     """The same for the control message: what the destination makes room for."""
     function = part.function
     return wire.Offered(
@@ -90,6 +92,7 @@ def offered(part: Part) -> wire.Offered:
         LIMITS.checkpoint_bytes,
         function.name,
         {key: value[: LIMITS.migration_text_chars] for key, value in part.frame.firmware.items()},
+        specifying.shape(function, cards),
     )
 
 

@@ -245,7 +245,9 @@ class SourceMove:
         self._offer = wire.Offer(
             asked.migration,
             services.owners.arbiter,
-            tuple(sealing.offered(part) for part in self.parts),
+            tuple(
+                sealing.offered(part, services.functions.cards) for part in self.parts
+            ),
             envelopes,
         )
 
