@@ -162,7 +162,7 @@ def test_streams_on_chips_go_on_elsewhere(hosts: tuple[EmbeddedHost, EmbeddedHos
             for chip, total in enumerate(sums):
                 stream = fn.stream(chip)
                 for repeat in (400, 3, 200, 5):
-                    launches.append(stream.run(p.bind(one, total), repeat=repeat))
+                    launches.append(stream.run(p, one, total, repeat=repeat))
         vm.migrate(second)
         vm.migrate(first)
         with vm.cpu:
