@@ -18,7 +18,7 @@ from accelvisor.errors import AccelvisorError, UsageError
 DEADLINE_S = 30.0
 """Seconds that a rank waits for one message before it asks who is lost."""
 
-CHUNK_BYTES = 1 << 18
+CHUNK_BYTES = 1 << 20
 """Bytes of a part by default: small enough that the next rank begins soon, large enough that a
 message costs less than what it carries."""
 

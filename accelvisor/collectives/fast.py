@@ -20,6 +20,8 @@ import numpy as np
 
 from accelvisor.collectives.kinds import Array, Kind
 
+#: numpy 2 has an instruction for it.
+_count: Any = getattr(np, "bitwise_count", None)
 _COUNTS = np.array([i.bit_count() for i in range(256)], np.uint8)
 
 _lock = threading.Lock()
@@ -29,6 +31,8 @@ _compiled: dict[int, tuple[Callable[..., int], Callable[..., int]]] = {}
 
 def count_bits(mask: Array) -> int:
     """Set bits of a uint64 mask."""
+    if _count is not None:
+        return int(_count(mask).sum(dtype=np.int64))
     return int(_COUNTS[mask.view(np.uint8)].sum(dtype=np.int64))
 
 

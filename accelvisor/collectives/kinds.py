@@ -180,7 +180,10 @@ def finish(kind: Kind, op: Op, array: Array) -> None:
         size = part & kind.bits.type(kind.keep)
         if op is Op.ABSMAX:
             np.copyto(part, size)
-        np.copyto(part, 0, where=size == 0)
+        # Both are rare, and a store under an irregular mask costs more than looking for it.
+        minus = part == kind.bits.type(kind.keep + 1)
+        if minus.any():
+            np.copyto(part, 0, where=minus)
         strange = size > kind.bits.type(kind.infinity)
         if strange.any():
             np.copyto(part, kind.bits.type(kind.nan), where=strange)
