@@ -133,7 +133,7 @@ def made(rank: int, zeros: int, places: str) -> Array:
 
 
 def formula(inputs: list[Array], chunk: int) -> int:
-    """Bytes of a packed all-reduce: each partial sum travels once, each finished one N - 1 times."""
+    """Bytes of a packed all-reduce: each partial sum travels once, each finished N - 1 times."""
     ranks, total = len(inputs), 0
     length = -(-ELEMENTS // ranks)
     for block in range(ranks):
