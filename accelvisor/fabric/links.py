@@ -71,15 +71,13 @@ def _table() -> LinkTable:
     busy, not_up, failed, turn = Refusal
     columns = tuple(LinkEvent)
     rows: Mapping[LinkState, tuple[LinkState | Refusal, ...]] = {
-        # fmt: off
         #          activate  trained send    deliver   release   deactivate drained fail   clear
         down:     (training, turn,   not_up, turn,     turn,     not_up,    turn,   error, turn),
         training: (busy,     up,     not_up, turn,     turn,     down,      turn,   error, turn),
         up:       (busy,     turn,   up,     up,       up,       draining,  turn,   error, turn),
         draining: (busy,     turn,   not_up, draining, draining, busy,      down,   error, turn),
         error:    (failed,   turn,   failed, failed,   failed,   failed,    turn,   error, down),
-        # fmt: on
-    }
+    }  # fmt: skip
     return {
         (state, event): move
         for state, moves in rows.items()
@@ -186,7 +184,7 @@ class Link:
         if sequence != self.delivered + 1 or sequence > self.sent:
             raise ConflictError(
                 f"flit {sequence} arrives after {self.delivered} of {self.sent}",
-                code=Refusal.OUT_OF_TURN, where="fabric",
+                code=Refusal.OUT_OF_TURN.value, where="fabric",
             )  # fmt: skip
         self.delivered = sequence
 
@@ -199,7 +197,7 @@ class Link:
         self._move(LinkEvent.RELEASE)
         if self.credits + self.sent - self.delivered >= WINDOW:
             raise ConflictError(
-                "a credit is back that is not out", code=Refusal.OUT_OF_TURN, where="fabric"
+                "a credit is back that is not out", code=Refusal.OUT_OF_TURN.value, where="fabric"
             )
         self.credits += 1
         self.advance(now)
