@@ -14,17 +14,15 @@ from typing import Any
 
 from accelvisor.abi.commands import ALL_LINKS
 from accelvisor.abi.status import CommandStatus
+from accelvisor.fabric.links import FLIT_BYTES, LINK_TABLE, TRAINING_CYCLES, LinkEvent, LinkState
 from accelvisor.function import state as s
 from accelvisor.function.fabric_spec import FabricSpec
 from accelvisor.function.objects import Refused
 from accelvisor.function.pauses import Pauses
 from accelvisor.function.state import State
 
-DOWN, TRAINING, UP, DRAINING, ERROR = range(5)
-NAMES = ("down", "training", "up", "draining", "error")
-#: Cycles that a link trains before it is up.
-TRAINING_CYCLES = 1000
-FLIT_BYTES = 256
+#: Of the numbers in a link's record.
+NAMES = tuple(state.name.lower() for state in LinkState)
 
 
 class _Quiet:
@@ -71,7 +69,7 @@ class Links:
                 )
             for number in way:
                 state = self._u64[s.link_word(number)]
-                if state != UP:
+                if LINK_TABLE[LinkState(state), LinkEvent.SEND] is not LinkState.UP:
                     raise Refused(
                         CommandStatus.LINK_DOWN,
                         f"link {number} between the chips {source} and {target} is {NAMES[state]}",
@@ -111,28 +109,40 @@ class Links:
         return self._up(numbers) if on else self._down(numbers)
 
     def _up(self, numbers: Sequence[int]) -> Pauses[int]:
+        draining = [
+            number for number in numbers
+            if self._u64[s.link_word(number)] == LinkState.DRAINING
+        ]  # fmt: skip
+        if draining:  # whoever switched them off was itself ended before they were down
+            yield from self._down(draining)
         cycles = 0
         with self._lock:
             for number in numbers:
-                word = s.link_word(number)
-                if self._u64[word] != UP:
-                    cycles = TRAINING_CYCLES  # side by side
-                    self._u64[word] = UP
+                if self._happens(number, LinkEvent.ACTIVATE):
+                    cycles = TRAINING_CYCLES  # side by side, and the command's own time
+                self._happens(number, LinkEvent.TRAINED)
         return cycles
-        yield
 
     def _down(self, numbers: Sequence[int]) -> Pauses[int]:
         with self._lock:
             for number in numbers:
-                if self._u64[s.link_word(number)] == UP:
-                    self._u64[s.link_word(number)] = DRAINING
+                self._happens(number, LinkEvent.DEACTIVATE)
         quiet = _Quiet(self, numbers)
         while not quiet.ready():
             yield quiet
         with self._lock:
             for number in numbers:
-                self._u64[s.link_word(number)] = DOWN
+                self._happens(number, LinkEvent.DRAINED)
         return 0
+
+    def _happens(self, number: int, event: LinkEvent) -> bool:
+        """What the table says of it; False where it says no: the link is there already."""
+        word = s.link_word(number)
+        after = LINK_TABLE[LinkState(self._u64[word]), event]
+        if isinstance(after, LinkState):
+            self._u64[word] = int(after)
+            return True
+        return False
 
     def describe(self) -> dict[str, Any]:
         """Chips and links as they are now."""
