@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from accelvisor.collectives import algorithms, fast
+from accelvisor.collectives import algorithms, fast, zvc
 from accelvisor.collectives.algorithms import Part
-from accelvisor.collectives.hops import Expired, Flush, Hops, Receive, Send, Stats, Steps, Waiting
+from accelvisor.collectives.hops import (
+    AUTO_DENSITY,
+    Expired,
+    Flush,
+    Hops,
+    Receive,
+    Send,
+    Stats,
+    Steps,
+    Waiting,
+)
 from accelvisor.collectives.kinds import Array, Op, kind_of, op_of
 from accelvisor.collectives.messages import Call, Collective, Order, Payload
+from accelvisor.collectives.tuning import Tuner, bucket
 from accelvisor.errors import AccelvisorError, UsageError
 
 DEADLINE_S = 30.0
@@ -23,6 +35,8 @@ CHUNK_BYTES = 1 << 20
 message costs less than what it carries."""
 
 COMPRESS = ("auto", "always", "never")
+#: Less than this is sent so quickly that nothing can be measured.
+_WORTH_BYTES = 1 << 16
 
 
 class Transport(Protocol):
@@ -46,7 +60,8 @@ class Options:
     """How a collective runs; none of it but ``order`` can change a bit of its result.
 
     Args:
-        compress: "auto" packs what is guessed to be sparse, "always", "never".
+        compress: "auto" packs what is guessed to be sparse where that is measured to pay
+            (tuning.py), "always", "never".
         order: "ring" or "rank": in which order a value is added (docs/collectives.md).
         chunk_bytes: of a part, so that ranks work at the same time; 0 for whole blocks.
         deadline_s: seconds without a due message.
@@ -182,6 +197,8 @@ class Communicator:
         self._accelerate = accelerate
         self._sequence = 0
         self._broken: AccelvisorError | None = None
+        self._tuner = Tuner()
+        self._clock = time.perf_counter
 
     def all_reduce(
         self, array: Array, op: str = "sum", *, dtype: str | None = None, **options: Any
@@ -243,8 +260,25 @@ class Communicator:
             fast.warm((hops.kind.width,))
         self._sequence += 1
         self.stats = hops.stats
+        key = self._key(hops, array) if chosen.compress == "auto" else None
+        if key is not None and not self._tuner.packs(key):
+            hops.compress = "never"
+        began = self._clock()
         try:
-            return drive(steps, self._transport, chosen.deadline_s)
+            result = drive(steps, self._transport, chosen.deadline_s)
         except AccelvisorError as e:
             self._broken = e
             raise
+        if key is not None:
+            self._tuner.took(key, hops.compress != "never", self._clock() - began)
+        return result
+
+    def _key(self, hops: Hops, array: Array) -> Hashable | None:
+        """What calls have to have in common to take about as long; None: it would not pack."""
+        if array.nbytes < _WORTH_BYTES or hops.call.collective in _COPIES:
+            return None
+        flat = np.ascontiguousarray(array).reshape(-1).view(hops.kind.storage)
+        density = zvc.density(flat, hops.kind)
+        if density > AUTO_DENSITY:
+            return None
+        return hops.call.collective, hops.kind.code, hops.call.order, *bucket(array.nbytes, density)
