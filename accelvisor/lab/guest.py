@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelvisor.errors import DeadlineError, SystemFailure
-from accelvisor.lab.process import shorten, wait_until
+from accelvisor.lab.process import kill_group, readable, shorten, wait_until
 
 if TYPE_CHECKING:
     from accelvisor.lab.host import LabHost
@@ -68,18 +69,38 @@ class Guest:
         return reply.returncode == 0
 
     def wait_ready(self, *, deadline_s: float = 120.0) -> None:
-        """Wait until programs can be run in it; on failure the error shows its console."""
-        try:
-            wait_until(
-                lambda: self.ready,
-                deadline_s=deadline_s,
-                what=f"guest {self.domain} ready",
-                interval_s=0.2,
-                longest_s=0.3,
-            )
-        except DeadlineError as error:
-            error.hint = f"its console ends with: {self.console()[-600:]}"
-            raise
+        """Wait until programs can be run in it; on failure the error shows its console.
+
+        libvirt tells when the agent comes: asking all the time costs what the guest boots with.
+        """
+        watch = ["virsh", "event", "--domain", self.domain, "--event", "agent-lifecycle", "--loop"]
+        watch += ["--timeout", str(int(deadline_s) + 1)]
+        with subprocess.Popen(
+            self.host.enter(watch),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ) as watching:
+            try:
+                assert watching.stdout is not None
+                self._wait_ready(watching.stdout.fileno(), deadline_s)
+            finally:
+                kill_group(watching)
+
+    def _wait_ready(self, told: int, deadline_s: float) -> None:
+        sources = [told]
+        end = time.monotonic() + deadline_s
+        while not self.ready:
+            if time.monotonic() > end:
+                raise DeadlineError(
+                    f"not within {deadline_s:g} s: guest {self.domain} ready",
+                    where="lab",
+                    hint=f"its console ends with: {self.console()[-600:]}",
+                )
+            # Asked now and then all the same: what came before virsh listened it does not tell.
+            if readable(sources, 1.0) and not os.read(told, 4096):
+                sources = []  # it has ended: asking is what is left
 
     def console(self) -> str:
         """What the guest has printed on its serial console."""

@@ -101,12 +101,15 @@ def test_functions_of_two_sizes_come_and_go_while_the_vm_runs(
         selftest(running, "--device", address)
 
 
-def test_a_persistent_function_can_be_unplugged_and_plugged_again(
+def test_behind_an_emulated_iommu_the_guest_drives_it_by_vfio_before_and_after_it_was_unplugged(
     host: LabHost, domain_name: str, function: dict[str, Any]
 ) -> None:
-    define(host, domain_name, "--hotplug-ports", "0")
+    define(host, domain_name, "--iommu", "--hotplug-ports", "0")
     accelctl(host, "attach", function["uuid"], domain_name, "--persistent")
     guest = start(host, domain_name)
+    assert guest.run(["ls", "/sys/class/iommu"]).stdout.split() == ["dmar0"]
+    selftest(guest)
+    # A persistent function can be unplugged and plugged again.
     accelctl(host, "detach", function["uuid"], domain_name, "--live")
     assert seen(guest) == []
     done = accelctl(host, "attach", function["uuid"], domain_name, "--live")["attachment"]
@@ -129,16 +132,6 @@ def test_a_killed_qemu_gives_the_function_back(
     accelctl(host, "vm", "start", domain_name)
     accelctl(host, "attach", function["uuid"], domain_name, "--live")
     accelctl(host, "vm", "destroy", domain_name)
-
-
-def test_behind_an_emulated_iommu_the_guest_drives_it_by_vfio(
-    host: LabHost, domain_name: str, function: dict[str, Any]
-) -> None:
-    define(host, domain_name, "--iommu")
-    accelctl(host, "attach", function["uuid"], domain_name, "--persistent")
-    guest = start(host, domain_name)
-    assert guest.run(["ls", "/sys/class/iommu"]).stdout.split() == ["dmar0"]
-    selftest(guest)
 
 
 def test_a_port_that_cannot_hold_the_window_is_refused_and_the_vm_goes_on(

@@ -60,11 +60,19 @@ def made(name: str, hosts: Hosts, *options: str) -> Iterator[MovingVm]:
         vm.clear()
 
 
-@pytest.fixture(scope="module")
-def shared(hosts: Hosts) -> Iterator[tuple[MovingVm, Training]]:
-    with made("mover", hosts) as vm:
+@pytest.fixture(scope="module", params=by_night(["plain", "iommu"], ["iommu"]))
+def shared(
+    hosts: Hosts, request: pytest.FixtureRequest
+) -> Iterator[tuple[MovingVm, Training]]:
+    """By day behind an IOMMU, whose state and whose interrupts must move as well; a guest without
+    one moves in the test of two functions, and in test_operator.py.
+    """
+    walled = request.param == "iommu"
+    with made("mover", hosts, *(["--iommu"] if walled else [])) as vm:
         vm.give("small", "--persistent")
-        vm.boot()
+        guest = vm.boot()
+        found = guest.run(["ls", "/sys/class/iommu"]).stdout.split()
+        assert found == (["dmar0"] if walled else [])
         yield vm, Training(vm, "one")
 
 
@@ -81,7 +89,7 @@ def vm(shared: tuple[MovingVm, Training]) -> Iterator[MovingVm]:
 # --- it moves ------------------------------------------------------------------------------------
 
 
-def test_twenty_moves_in_the_middle_of_a_training(
+def test_twenty_moves_with_vfio_pci_and_its_interrupts_in_the_middle_of_a_training(
     vm: MovingVm, shared: tuple[MovingVm, Training]
 ) -> None:
     for turn in range(by_night(20, 10)):  # twenty by night
@@ -124,17 +132,6 @@ def test_after_a_restart_of_the_daemons_a_vm_moves(vm: MovingVm) -> None:
         host.run(["systemctl", "restart", "accelvisor"])
         host.wait(lambda host=host: answers(host), what="accelvisord")
     vm.move("--persistent", "--undefinesource")
-
-
-def test_a_guest_behind_an_iommu_moves_with_vfio_pci_and_its_interrupts(hosts: Hosts) -> None:
-    with made("walled", hosts, "--iommu") as vm:
-        vm.give("small", "--persistent")
-        guest = vm.boot()
-        assert guest.run(["ls", "/sys/class/iommu"]).stdout.split() == ["dmar0"]
-        training = Training(vm, "one")
-        for _ in range(4):
-            vm.move("--persistent", "--undefinesource")
-        training.lap()
 
 
 def test_two_functions_move_together_one_of_them_plugged_in_while_it_ran(hosts: Hosts) -> None:

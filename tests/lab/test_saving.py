@@ -32,6 +32,16 @@ def shared(lab_host: LabHost) -> Iterator[tuple[MovingVm, Training]]:
 
 
 @pytest.fixture(scope="module")
+def shared_pair(lab_host: LabHost) -> Iterator[tuple[MovingVm, list[Training]]]:
+    """A guest without a driver of its own that trains on two functions."""
+    with made("pair", lab_host) as vm:
+        for _ in range(2):
+            vm.give("small", "--persistent")
+        vm.boot()
+        yield vm, [Training(vm, tag, bdf) for tag, bdf in zip("ab", vm.bdfs(), strict=True)]
+
+
+@pytest.fixture(scope="module")
 def lab_host(lab: Laboratory) -> LabHost:
     return lab.hosts[0]
 
@@ -60,6 +70,19 @@ def vm(shared: tuple[MovingVm, Training]) -> Iterator[MovingVm]:
     yield vm
     training.goes_on()
     training.lap()
+
+
+@pytest.fixture
+def pair(shared_pair: tuple[MovingVm, list[Training]]) -> Iterator[MovingVm]:
+    """As ``vm``, for both of its functions."""
+    vm, both = shared_pair
+    for training in both:
+        if training.idle:
+            training.begin()
+    yield vm
+    for training in both:
+        training.goes_on()
+        training.lap()
 
 
 def ended(vm: MovingVm) -> None:
@@ -109,30 +132,6 @@ def test_a_managed_save_is_restored_by_the_next_start(vm: MovingVm) -> None:
     (host,) = vm.hosts
     host.virsh("managedsave", vm.name)
     host.virsh("start", vm.name)
-
-
-def test_a_guest_without_a_driver_of_its_own_comes_back_too(lab_host: LabHost) -> None:
-    with made("plain", lab_host) as vm:
-        vm.give("small", "--persistent")
-        vm.boot()
-        training = Training(vm, "one")
-        save(vm)
-        restore(vm)
-        training.goes_on()
-        training.lap()
-
-
-def test_two_functions_are_saved_together(lab_host: LabHost) -> None:
-    with made("pair", lab_host) as vm:
-        vm.give("small", "--persistent")
-        vm.give("small", "--persistent")
-        vm.boot()
-        both = [Training(vm, tag, bdf) for tag, bdf in zip("ab", vm.bdfs(), strict=True)]
-        save(vm)
-        restore(vm)
-        for training in both:
-            training.goes_on()
-            training.lap()
 
 
 def test_a_paused_vm_is_saved_and_what_was_restored_paused_is_saved_again(vm: MovingVm) -> None:
@@ -240,19 +239,24 @@ def _refused(vm: MovingVm, code: str) -> None:
     assert saved(vm) == kept, "nothing of it is left"
 
 
-# --- a domain that libvirt forgets ----------------------------------------------------------------
+# --- two functions, and a domain that libvirt forgets ---------------------------------------------
+
+
+def test_two_functions_of_a_guest_without_a_driver_of_its_own_are_saved_together(
+    pair: MovingVm,
+) -> None:
+    save(pair)
+    restore(pair)
 
 
 def test_a_transient_vms_function_is_free_while_it_is_saved_and_is_had_again(
-    lab_host: LabHost,
+    pair: MovingVm,
 ) -> None:
-    host = lab_host
-    with made("brief", host) as vm, made("other", host) as other:
-        uuid = vm.give("small", "--persistent")
-        vm.boot()
-        host.virsh("undefine", vm.name)
-        training = Training(vm, "one")
-        save(vm)
+    (host,) = pair.hosts
+    uuid = pair.uuids[0]
+    with made("other", host) as other:
+        host.virsh("undefine", pair.name)
+        save(pair)
         wait_for(host, lambda: functions(host)[uuid]["state"] == "ready", "it to be free")
 
         accelctl(host, "attach", uuid, other.name, "--persistent")
@@ -261,6 +265,4 @@ def test_a_transient_vms_function_is_free_while_it_is_saved_and_is_had_again(
         assert f"belongs to domain {other.name}" in said.stderr
 
         accelctl(host, "detach", uuid, other.name)
-        restore(vm)
-        training.goes_on()
-        training.lap()
+        restore(pair)

@@ -216,6 +216,7 @@ def pair(lab: Laboratory) -> Iterator[Pair]:
         pair.hosts[0].virsh("start", NAME)
         guest = pair.guest
         guest.wait_ready()
+        assert guest.run(["ls", "/sys/class/iommu"]).stdout.split() == ["dmar0"]
         guest.push(HERE / "holding.py", "/root/holding.py")
         guest.run(["modprobe", "vfio-pci"])
         guest.start(["python3", "/root/holding.py", seen(guest)[0]])

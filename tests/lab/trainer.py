@@ -3,7 +3,7 @@
 ``trainer.py TAG [BDF]``. What it says of itself is in /root/TAG.json after each epoch. A lap begins
 with the first weights when /root/TAG.go appears, and ends after the epoch in which it vanishes: its
 losses and weights are in /root/TAG.npz then. Somebody else reads the identity register all the
-time: a process of its own, or a thread where vfio gives the device to one process only. Interrupts
+lap: a process of its own, or a thread where vfio gives the device to one process only. Interrupts
 are trusted for a minute: a lost one is a gap that nobody overlooks.
 """
 
@@ -38,11 +38,15 @@ class Looker:
     """Reads a register that always has the same value; each read leaves the VM."""
 
     def __init__(self) -> None:
-        self._shared = mmap.mmap(-1, 16)
-        self.counts = np.frombuffer(self._shared, np.int64)  # reads, bad ones
+        self._shared = mmap.mmap(-1, 24)
+        # Reads, bad ones, and whether there is a lap: nobody else's VM waits for an idle one.
+        self.counts = np.frombuffer(self._shared, np.int64)
 
     def look(self, read: Callable[[int], int]) -> None:
         while True:
+            if not self.counts[2]:
+                time.sleep(0.05)
+                continue
             self.counts[1] += read(Reg.MAGIC) != MAGIC
             self.counts[0] += 1
             time.sleep(0.003)
@@ -90,9 +94,11 @@ class Trainer:
         while True:
             while not self.go.exists():
                 time.sleep(0.05)
+            self.looker.counts[2] = 1
             for weight, first in zip(weights, network.initial(SEED), strict=True):
                 weight.copy_(first)
             found = self.lap(rows, losses, runs, count)
+            self.looker.counts[2] = 0
             named = {f"p{i}": w.numpy() for i, w in enumerate(weights)}
             np.savez(self.result, losses=found, **named)
             self.said["laps"] += 1
@@ -122,7 +128,7 @@ class Trainer:
         return np.concatenate(every)
 
     def tell(self) -> None:
-        self.said["reads"], self.said["bad"] = self.looker.counts.tolist()
+        self.said["reads"], self.said["bad"] = self.looker.counts[:2].tolist()
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps(self.said))
         os.rename(new, self.path)
