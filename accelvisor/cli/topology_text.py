@@ -9,6 +9,8 @@ from string import ascii_uppercase
 from typing import Any
 
 from accelvisor.cli import render
+from accelvisor.fabric.former import NoRing, Torus, form
+from accelvisor.fabric.grid import Grid
 
 #: Chips drawn beside each other; longer rows go on below.
 _ACROSS = 8
@@ -179,8 +181,22 @@ def _owners(card: Mapping[str, Any], names: Names) -> list[str]:
                 "FUNCTION": name,
                 "ON CHIPS": render.numbers(chips) or "-",
                 "LINKS": render.numbers([item["link"]["number"] for item in links]) or "-",
+                "MAKES": _makes(card, chips, [item["link"]["number"] for item in links]),
                 "STATE": ", ".join(sorted(states)) or "-",
                 "CARRIED": render.size(sum(carried)) if carried else "-",
             }
         )
     return render.table(rows, "no function is on it").split("\n")
+
+
+def _makes(card: Mapping[str, Any], chips: Sequence[int], links: Sequence[int]) -> str:
+    """What a function's links make of its chips: a ring, rows x columns of rings, or nothing."""
+    if len(chips) < 2:
+        return "-"
+    grid = Grid(card["boards"], card["rows"], card["columns"])
+    found = form(grid, chips, links, range(len(card["chips"])))
+    if isinstance(found, NoRing):
+        return "no ring"
+    if isinstance(found, Torus) and min(len(found.rows), len(found.columns)) > 1:
+        return f"{len(found.rows)} x {len(found.columns)} rings"
+    return "a ring"

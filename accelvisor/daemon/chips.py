@@ -12,8 +12,9 @@ from dataclasses import replace
 
 from accelvisor.daemon.functions import Functions
 from accelvisor.errors import ConflictError, NotFoundError, StateError
+from accelvisor.fabric.links import ChipState
 from accelvisor.isolation import placing
-from accelvisor.isolation.resources import Card, ChipMode, Placement
+from accelvisor.isolation.resources import Card, Placement
 
 
 class Chips:
@@ -22,7 +23,7 @@ class Chips:
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
         self._registry = functions.registry
-        self._modes: dict[tuple[str, int], ChipMode] = {}
+        self._modes: dict[tuple[str, int], ChipState] = {}
         functions.as_set = self.as_set
 
     async def load(self) -> None:
@@ -33,7 +34,7 @@ class Chips:
         """
         for card, chip, mode in await self._registry.chips():
             try:
-                self._modes[card, chip] = ChipMode(mode)
+                self._modes[card, chip] = ChipState(mode)
             except ValueError as error:
                 raise StateError(
                     f"damaged: chip {chip} of card {card}: {error}",
@@ -49,13 +50,13 @@ class Chips:
         return [
             replace(
                 item,
-                disabled=self._those(item, ChipMode.DISABLED),
-                passing=self._those(item, ChipMode.PASS_THROUGH),
+                disabled=self._those(item, ChipState.DISABLED),
+                passing=self._those(item, ChipState.PASS_THROUGH),
             )
             for item in cards
         ]
 
-    async def set_mode(self, card: str, chip: int, mode: ChipMode) -> None:
+    async def set_mode(self, card: str, chip: int, mode: ChipState) -> None:
         """Change one chip.
 
         Raises:
@@ -64,7 +65,7 @@ class Chips:
         """
         await self._functions.carry(self._set(card, chip, mode))
 
-    async def _set(self, name: str, chip: int, mode: ChipMode) -> None:
+    async def _set(self, name: str, chip: int, mode: ChipState) -> None:
         functions = self._functions
         async with functions.placing:
             placing.require_card(functions.cards, name)
@@ -109,7 +110,7 @@ class Chips:
     def _fold(self) -> None:
         self._functions.cards = self.as_set(self._functions.cards)
 
-    def _those(self, card: Card, mode: ChipMode) -> frozenset[int]:
+    def _those(self, card: Card, mode: ChipState) -> frozenset[int]:
         modes = self._modes.items()
         return frozenset(
             chip for (name, chip), has in modes

@@ -11,9 +11,9 @@ from accelvisor.daemon.assigning import Assigning, Wish
 from accelvisor.daemon.cutting import Cutting
 from accelvisor.daemon.shaping import Shaping, Size
 from accelvisor.errors import UsageError
+from accelvisor.fabric.links import ChipState
 from accelvisor.isolation import placing
 from accelvisor.isolation.exhaustion import OnExhaustion
-from accelvisor.isolation.resources import ChipMode
 from accelvisor.limits import LIMITS
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class IsolationMethods:
         return {"hexdump": self._cutting.physical(card).hexdump()}
 
     async def set_chip(self, card: str, chip: int, mode: str) -> dict[str, Any]:
-        await self._cutting.chips.set_mode(card, chip, ChipMode(mode.replace("_", "-")))
+        await self._cutting.chips.set_mode(card, chip, ChipState(mode.replace("_", "-")))
         return await self.get_card(card)
 
     async def topology(self, card: str | None = None) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from accelvisor.abi.registers import PAGE
 from accelvisor.errors import CapacityError, ConflictError, NotFoundError
+from accelvisor.fabric.links import ChipState
 from accelvisor.isolation import linking
 from accelvisor.isolation.linking import Joined, Room
 from accelvisor.isolation.resources import (
     Card,
-    ChipMode,
     Links,
     Placement,
     Policy,
@@ -60,7 +60,7 @@ class Free:
     def __init__(self, card: Card, held: Iterable[Placement] = ()) -> None:
         self.card = card
         self._cores = [
-            set(range(card.cores_per_chip if card.mode(chip) is ChipMode.ENABLED else 0))
+            set(range(card.cores_per_chip if card.mode(chip) is ChipState.ENABLED else 0))
             for chip in range(card.chips)
         ]
         self._links = {

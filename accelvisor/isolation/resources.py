@@ -14,6 +14,8 @@ from functools import lru_cache
 from itertools import chain, pairwise
 
 from accelvisor.abi.registers import PAGE
+from accelvisor.fabric.grid import Grid
+from accelvisor.fabric.links import ChipState
 
 
 class Policy(StrEnum):
@@ -22,14 +24,6 @@ class Policy(StrEnum):
     GUARANTEED = "guaranteed"  # a host CPU of its own for each core
     BURSTABLE = "burstable"  # its share, and cores that nobody holds until somebody does
     BEST_EFFORT = "best-effort"  # what the others leave
-
-
-class ChipMode(StrEnum):
-    """What the operator lets a chip do."""
-
-    ENABLED = "enabled"
-    DISABLED = "disabled"  # nothing: no function is placed on it, and its links are down
-    PASS_THROUGH = "pass-through"  # links of functions lead over it, and no function is on it
 
 
 class Links(StrEnum):
@@ -95,21 +89,25 @@ class Card:
     @property
     def links(self) -> Sequence[tuple[int, int]]:
         """The chips that each link joins, in the order of the links' numbers."""
-        return _links(self.boards, self.rows, self.columns)
+        return tuple(link.ends for link in self.grid.links)
+
+    @property
+    def grid(self) -> Grid:
+        """Its chips as the fabric numbers them."""
+        return _grid(self.boards, self.rows, self.columns)
 
     def board(self, chip: int) -> int:
         """The board that a chip is on."""
-        return chip // (self.rows * self.columns)
+        return self.grid.board(chip)
 
     def kind(self, link: int) -> str:
         """``inter-chip``, or ``inter-card`` where its ends are on two boards."""
-        one, other = self.links[link]
-        return "inter-chip" if self.board(one) == self.board(other) else "inter-card"
+        return self.grid.links[link].kind.value
 
-    def mode(self, chip: int) -> ChipMode:
+    def mode(self, chip: int) -> ChipState:
         if chip in self.disabled:
-            return ChipMode.DISABLED
-        return ChipMode.PASS_THROUGH if chip in self.passing else ChipMode.ENABLED
+            return ChipState.DISABLED
+        return ChipState.PASS_THROUGH if chip in self.passing else ChipState.ENABLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +224,7 @@ def _outside(card: Card, item: Placement) -> list[str]:
     wrong += [
         f"chip {chip} is {card.mode(chip)}"
         for chip, cores in item.cores.items()
-        if cores and card.mode(chip) is not ChipMode.ENABLED
+        if cores and card.mode(chip) is not ChipState.ENABLED
     ]
     wrong += _astray(card, item)
     wrong += [f"no queue {queue}" for queue in item.queues if not 0 <= queue < card.queues]
@@ -240,17 +238,9 @@ def _outside(card: Card, item: Placement) -> list[str]:
 
 
 @lru_cache(maxsize=64)
-def _links(boards: int, rows: int, columns: int) -> Sequence[tuple[int, int]]:
-    """Along each row, then down each column through all boards, each closed to a ring where that
-    needs a link of its own.
-    """
-    lines = boards * rows
-    across = [[line * columns + at for at in range(columns)] for line in range(lines)]
-    down = [[line * columns + at for line in range(lines)] for at in range(columns)]
-    found: list[tuple[int, int]] = []
-    for row in across + down:
-        found += pairwise([*row, row[0]] if len(row) > 2 else row)
-    return tuple(found)
+def _grid(boards: int, rows: int, columns: int) -> Grid:
+    """Its links are worked out once for all cards of a size."""
+    return Grid(boards, rows, columns)
 
 
 def _astray(card: Card, item: Placement) -> list[str]:

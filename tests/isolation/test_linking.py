@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from accelvisor.fabric import former
 from accelvisor.isolation import linking
 from accelvisor.isolation.linking import Room
 from accelvisor.isolation.resources import Card, Placement
@@ -201,3 +202,15 @@ def test_each_pair_of_a_placement_is_linked_as_the_shape_says() -> None:
     assert found is not None
     near = {frozenset(pair) for pair in ((0, 1), (1, 2), (2, 3), (3, 0))}
     assert {frozenset((found.chips[a], found.chips[b])) for a, b in square} == near
+
+
+@settings(deadline=None)
+@given(rooms(), st.integers(3, 6))
+def test_the_fabrics_group_former_makes_a_ring_of_what_was_chosen(place, count) -> None:
+    """Two searches for two questions: which chips to take, and what given chips make."""
+    found = linking.ring(place, count)
+    if found is not None:
+        made = former.form_ring(place.card.grid, found.chips, found.links, place.card.passing)
+        assert isinstance(made, former.Ring), made
+        assert set(made.chips) == set(found.chips)
+        assert set(made.links) <= set(found.links)
