@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelvisor.errors import SystemFailure
 from accelvisor.lab import cache, images
-from accelvisor.lab.process import die_with_parent
+from accelvisor.lab.process import die_with_parent, run
 from accelvisor.lab.progress import Progress, run_logged
 from accelvisor.lab.tree import repository
 
@@ -47,9 +47,15 @@ def key() -> str:
 def build(progress: Progress, *, version: str | None = None) -> Path:
     """A directory with the .debs of this source tree as it is now.
 
-    ``version``: another than that of debian/changelog, to have something to upgrade to.
+    ``version``: another than that of debian/changelog, to have something to upgrade to. What is
+    in them is packed once more, not built.
     """
     tree = repository()
+    if version is not None:
+        built = build(progress)
+        return cache.obtain(
+            "deb", cache.digest(key(), version), lambda work: _repack(built, work, version)
+        )
 
     def make(work: Path) -> None:
         copy = work / "source"
@@ -57,8 +63,6 @@ def build(progress: Progress, *, version: str | None = None) -> Path:
             target = copy / path.relative_to(tree)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, target)
-        if version is not None:
-            _set_version(copy / "debian/changelog", version)
         # Debian's own Python and tools, whatever else this machine has in its PATH.
         env = ["env", "-i", "-C", str(copy), "PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8"]
         argv = ["dpkg-buildpackage", "--build=binary", "--no-sign", "--no-pre-clean"]
@@ -66,17 +70,24 @@ def build(progress: Progress, *, version: str | None = None) -> Path:
             run_logged(die_with_parent([*env, *argv]), step=step, log=images.log_of("package"))
         shutil.rmtree(copy)
 
-    return cache.obtain("deb", key() if version is None else cache.digest(key(), version), make)
+    return cache.obtain("deb", key(), make)
 
 
-def _set_version(changelog: Path, version: str) -> None:
-    """Put a release on top, by whom and when the last one was."""
-    text = changelog.read_text(encoding="utf-8")
-    first, _, rest = text.partition("\n")
-    signature = next(line for line in rest.splitlines() if line.startswith(" -- "))
-    head = re.sub(r"\(.*?\)", f"({version})", first, count=1)
-    entry = f"{head}\n\n  * Rebuilt.\n\n{signature}\n\n"
-    changelog.write_text(entry + text, encoding="utf-8")
+def _repack(built: Path, work: Path, version: str) -> None:
+    """The same packages in another version, which depend on each other in that one."""
+    for name in (HOST, GUEST):
+        root = work / name
+        run(["dpkg-deb", "--raw-extract", str(package(built, name)), str(root)], timeout=60)
+        control = root / "DEBIAN/control"
+        text = control.read_text(encoding="utf-8")
+        old = re.search(r"^Version: (.*)$", text, re.MULTILINE)
+        if old is None:
+            raise SystemFailure(f"the {name} package has no version", where="lab")
+        text = text.replace(old[0], f"Version: {version}")
+        control.write_text(text.replace(f"(= {old[1]})", f"(= {version})"), encoding="utf-8")
+        argv = ["dpkg-deb", "--build", "-Zgzip", "-z1", str(root)]
+        run([*argv, str(work / f"{name}_{version}_all.deb")], timeout=60)
+        shutil.rmtree(root)
 
 
 def package(directory: Path, name: str) -> Path:
