@@ -36,24 +36,30 @@ class Power(StrEnum):
 
 
 class Fabric:
-    """The chips and links of one card. All links are down and all chips enabled to begin with.
+    """The chips and links of one card, fresh or as they were elsewhere.
 
     Args:
-        owners: of each chip; all are free when None.
-        links: of each link, in the order of their numbers; fresh ones when None.
+        owners, states: of each chip; all are free and enabled when None.
+        links: in the order of their numbers; all are down when None.
 
     Raises:
-        ValueError: not so many owners or links as the grid has.
+        ValueError: not so many owners, states or links as the grid has.
     """
 
     def __init__(
-        self, grid: Grid, owners: Sequence[str] | None = None, links: Sequence[Link] | None = None
+        self,
+        grid: Grid,
+        owners: Sequence[str] | None = None,
+        links: Sequence[Link] | None = None,
+        states: Sequence[ChipState] | None = None,
     ) -> None:
         self.grid = grid
         self._owners = [NOBODY] * grid.chips if owners is None else list(owners)
-        self._chips = [ChipState.ENABLED] * grid.chips
+        self._chips = [ChipState.ENABLED] * grid.chips if states is None else list(states)
         self._links = [Link() for _ in grid.links] if links is None else list(links)
-        if len(self._owners) != grid.chips or len(self._links) != len(grid.links):
+        if not len(self._owners) == len(self._chips) == grid.chips or (
+            len(self._links) != len(grid.links)
+        ):
             raise ValueError(f"a grid of {grid.chips} chips and {len(grid.links)} links")
 
     # --- what there is ----------------------------------------------------------------------------

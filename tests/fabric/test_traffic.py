@@ -138,12 +138,8 @@ class Machine(RuleBasedStateMachine):
     def copy_records(self) -> None:
         """The function is moved: another one finds its links by their records."""
         links = [Link.unpack(self.fabric.link(n).pack()) for n in range(len(GRID.links))]
-        moved = Fabric(GRID, self.owners, links)
-        for chip, mode in enumerate(self.modes):
-            if mode == "pass-through":
-                moved.pass_through(chip)
-            elif mode == "disabled":
-                moved.disable(chip)
+        states = [ChipState(mode) for mode in self.modes]
+        moved = Fabric(GRID, self.owners, links, states)
         self.fabric = self.traffic.fabric = moved
 
     def watch(self) -> None:
@@ -257,6 +253,16 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_broken_link_of_a_disabled_chip_is_found_again() -> None:
+    fabric = Fabric(GRID)
+    fabric.disable(0)
+    fabric.fail(0)
+    links = [Link.unpack(fabric.link(n).pack()) for n in range(len(GRID.links))]
+    states = [fabric.chip(chip) for chip in range(GRID.chips)]
+    moved = Fabric(GRID, links=links, states=states)
+    assert (moved.chip(0), moved.link(0).state) == (ChipState.DISABLED, LinkState.ERROR)
 
 
 def ready(*links: int) -> Traffic:
