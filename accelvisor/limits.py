@@ -58,6 +58,8 @@ class Limits:
     function_links: int = 256
     # Steps of a search for a ring of free links on a card: some tens of milliseconds.
     ring_steps: int = 20_000
+    # Steps of a search for a cycle over given chips, which is asked for seldom: tenths of a second.
+    cycle_steps: int = 100_000
     # Entries of all queues of one graph: it is checked in one go, as a program is.
     graph_entries: int = 16_384
     # Arguments of all nodes of one graph together.

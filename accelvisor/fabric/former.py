@@ -25,9 +25,7 @@ from itertools import pairwise, product
 from typing import NamedTuple, TypeAlias
 
 from accelvisor.fabric.grid import Axis, Grid
-
-#: Steps of one search for a cycle: some tenths of a second.
-MOST_STEPS = 100_000
+from accelvisor.limits import LIMITS
 
 #: From each chip to the chips that an available link joins with it, and that link's number.
 Joints: TypeAlias = Mapping[int, Mapping[int, int]]
@@ -314,7 +312,7 @@ def _hang(ring: Ring, host: int, leaf: int, link: int) -> Ring:
 
 
 def find_cycle(
-    joints: Joints, members: Sequence[int], over: Iterable[int] = (), most: int = MOST_STEPS
+    joints: Joints, members: Sequence[int], over: Iterable[int] = (), most: int = LIMITS.cycle_steps
 ) -> Ring | NoRing:
     """Rule 3: a simple cycle over all ``members`` (three or more), and over chips of ``over``.
 
