@@ -1,9 +1,8 @@
-"""Runs in a guest: trains data-parallel on all chips of a function, once while it is moved and then
-once more, as often, while it stays.
+"""Trains data-parallel on all chips of a function.
 
-``chips.py TAG [BDF]``. The first lap ends after the epoch in which /root/TAG.go vanishes; what both
-laps ended with is in /root/TAG.json then: a digest of each chip's weights, and what each link
-carried in each lap.
+``chips.py TAG BDF`` in a guest: until the epoch in which /root/TAG.go vanishes; what it ended with
+is in /root/TAG.json then: a digest of each chip's weights, and what each link carried.
+``chips.py EPOCHS SOCKET`` on a host: the same on a function that no VM has; prints it.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import hashlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,49 +22,54 @@ from accelvisor.guest.links import links, switch
 from accelvisor.guest.parallel import DataParallel
 
 DATA = Path("/root/digits.npz")
-HIDDEN, BATCH, RATE, SEED = 48, 32, 0.1, 3
+HIDDEN, SAMPLES, BATCH, RATE, SEED = 48, 512, 32, 0.1, 3
 
 
-def carried(fn: Function) -> list[list[int]]:
-    return [[link.transfers, link.bytes] for link in links(fn)]
-
-
-def lap(fn: Function, most: int, go: Path, told: Path) -> dict[str, Any]:
-    """Train for ``most`` epochs, or while there is ``go``."""
+def lap(fn: Function, more: Callable[[int], bool]) -> dict[str, Any]:
+    """Train while there is ``more`` to do after so many epochs."""
     samples, _ = models.load_data(DATA)
     network = nn.Sequential((samples.x.shape[1], HIDDEN, int(samples.labels.max()) + 1))
-    before, epochs = carried(fn), 0
+    switch(fn, True)
+    epochs = 0
     with DataParallel(
-        fn, network, samples.x, samples.labels, network.initial(SEED),
+        fn, network, samples.x[:SAMPLES], samples.labels[:SAMPLES], network.initial(SEED),
         chips=fn.identity.chips, batch=BATCH, rate=RATE,
     ) as job:  # fmt: skip
-        while epochs < most and (most < 1 << 30 or epochs < 1 or go.exists()):
-            job.epoch(nn.order(len(samples.x), BATCH, epochs, SEED))
+        while more(epochs):
+            job.epoch(nn.order(SAMPLES, BATCH, epochs, SEED))
             epochs += 1
-            told.write_text(str(epochs))
         digests = [
             hashlib.sha256(b"".join(w.tobytes() for w in job.parameters(chip))).hexdigest()
             for chip in job.chips
         ]
-    after = carried(fn)
-    lately = [
-        [two - one for one, two in zip(*pair, strict=True)]
-        for pair in zip(before, after, strict=True)
-    ]
-    return {"epochs": epochs, "digests": digests, "carried": lately}
+    carried = [[link.transfers, link.bytes] for link in links(fn)]
+    return {"epochs": epochs, "digests": digests, "carried": carried}
 
 
-def main(tag: str, bdf: str | None) -> None:
+def in_a_guest(tag: str, bdf: str) -> None:
     go, told = Path(f"/root/{tag}.go"), Path(f"/root/{tag}.epochs")
+
+    def more(epochs: int) -> bool:
+        told.write_text(str(epochs))
+        return go.exists()
+
     with Function(discover(select(bdf).bdf), name="chips") as fn:
-        switch(fn, True)
-        moved = lap(fn, 1 << 30, go, told)
-        stayed = lap(fn, moved["epochs"], go, told)
-    found = {"chips": len(moved["digests"]), "moved": moved, "stayed": stayed}
+        found = lap(fn, more)
     new = Path(f"/root/{tag}.new")
     new.write_text(json.dumps(found))
     os.rename(new, f"/root/{tag}.json")
 
 
+def on_a_host(most: int, path: str) -> None:
+    from accelvisor.vfio_user.client import Client
+    from accelvisor.vfio_user.transport import ClientTransport
+
+    with Function(ClientTransport(Client(path), ram_bytes=1 << 25), name="chips") as fn:
+        print(json.dumps(lap(fn, lambda epochs: epochs < most)))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+    if sys.argv[1].isdigit():
+        on_a_host(int(sys.argv[1]), sys.argv[2])
+    else:
+        in_a_guest(sys.argv[1], sys.argv[2])

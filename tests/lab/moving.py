@@ -109,6 +109,59 @@ class Training:
             raise
 
 
+class OnChips:
+    """A program in the guest that trains on all chips of one function (chips.py)."""
+
+    def __init__(self, vm: MovingVm, bdf: str, profile: str) -> None:
+        self._vm = vm
+        self._profile = profile
+        vm.guest.push(HERE / "chips.py", "/root/chips.py")
+        vm.guest.run(["touch", "/root/chips.go"])
+        self._pid = vm.guest.start(["python3", "/root/chips.py", "chips", bdf])
+        self.goes_on()
+
+    def _epochs(self) -> int:
+        told = self._vm.guest.run(["cat", "/root/chips.epochs"], check=False)
+        return int(told.stdout or 0)
+
+    def goes_on(self) -> None:
+        """Wait until it has done more than it had now."""
+        before = self._epochs()
+        self._wait(lambda: self._epochs() > before, "to go on")
+
+    def lap(self) -> None:
+        """It has moved enough: the same once more without must end with the same bits."""
+        self._vm.guest.run(["rm", "/root/chips.go"])
+
+        told = ["cat", "/root/chips.json"]
+        self._wait(lambda: self._vm.guest.run(told, check=False).returncode == 0, "to end")
+        moved = json.loads(self._vm.guest.run(told).stdout)
+        stayed = self._unmoved(self._vm.there, moved["epochs"])
+        assert moved["epochs"] > 2
+        assert moved["digests"] == stayed["digests"], "every weight has the bits of the unmoved run"
+        assert len(moved["digests"]) > 1 == len(set(moved["digests"])), "all chips have them"
+        assert moved["carried"] == stayed["carried"], "a message was lost, or came twice"
+        assert all(transfers for transfers, _ in moved["carried"])
+
+    def _unmoved(self, host: LabHost, epochs: int) -> dict[str, Any]:
+        """The same on a function that no VM has."""
+        uuid = accelctl(host, "function", "create", self._profile)["function"]["uuid"]
+        try:
+            host.push(HERE / "chips.py", "/root/chips.py")
+            path = f"/run/accelvisor/function/{uuid}/vfio.sock"
+            done = host.run(["python3", "/root/chips.py", str(epochs), path], timeout=300)
+            return dict(json.loads(done.stdout))
+        finally:
+            host.run(["accelctl", "function", "delete", uuid, "--force"])
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        try:
+            self._vm.here.wait(condition, deadline_s=120, what=f"training on chips {what}")
+        except AccelvisorError as error:
+            error.hint = str(self._vm.guest.agent("guest-exec-status", {"pid": self._pid}))
+            raise
+
+
 class MovingVm:
     """A VM with functions, on one of two hosts.
 

@@ -18,7 +18,7 @@ import pytest
 from accelvisor.errors import DeadlineError
 from accelvisor.lab import LabHost, Laboratory
 from tests.amount import by_night
-from tests.lab.moving import MovingVm, Training, answers, peers, trust_each_other
+from tests.lab.moving import MovingVm, OnChips, Training, answers, peers, trust_each_other
 from tests.lab.user import accelctl
 
 Hosts = tuple[LabHost, LabHost]
@@ -135,16 +135,25 @@ def test_after_a_restart_of_the_daemons_a_vm_moves(vm: MovingVm) -> None:
 
 
 def test_two_functions_move_together_one_of_them_plugged_in_while_it_ran(hosts: Hosts) -> None:
+    """The first has two chips, and trains data-parallel on them as well: its gradients are summed
+    over a link of the card, on whichever host.
+    """
     with made("pair", hosts) as vm:
-        vm.give("small", "--persistent")
+        vm.give("large", "--persistent")
         vm.boot()
         (first,) = vm.bdfs()
+        chips = OnChips(vm, first, "large")
         one = Training(vm, "one", first)
         vm.give("small", "--live", "--persistent")
         vm.here.wait(lambda: len(vm.bdfs()) == 2, what="the second function in the guest")
         two = Training(vm, "two", next(bdf for bdf in vm.bdfs() if bdf != first))
         for _ in range(2):
+            chips.goes_on()
             vm.move("--persistent", "--undefinesource")
+        told = accelctl(vm.here, "topology", "card0")["cards"][0]
+        mine = [item for item in told["links"] if item["function"] == vm.uuids[0]]
+        assert [item["state"] for item in mine] == ["up"]
+        chips.lap()
         for training in (one, two):
             training.lap()
 
