@@ -21,10 +21,17 @@ from accelvisor.timeline import read
 from .real import Process
 from .test_parallel import NETWORK, in_rank_order, parts, plain, problem
 
-FABRIC = FabricSpec(
-    tuple(ChipSpec(0, chip, 1) for chip in range(4)),
-    tuple(LinkSpec(chip, chip, (chip + 1) % 4, "inter-chip") for chip in range(4)),
-)
+
+def ring_of(chips: int) -> FabricSpec:
+    """Chips of one core each, and the links of a ring; of two chips there is one."""
+    joints = [(chip, (chip + 1) % chips) for chip in range(chips if chips > 2 else 1)]
+    return FabricSpec(
+        tuple(ChipSpec(0, chip, 1) for chip in range(chips)),
+        tuple(LinkSpec(number, *pair, "inter-chip") for number, pair in enumerate(joints)),
+    )
+
+
+FABRIC = ring_of(4)
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +132,23 @@ def test_training_has_the_bits_of_plain_numpy(fn: Function) -> None:
         found = train_parallel(fn, NETWORK, x, labels, compress=compress, **options)  # type: ignore[arg-type]
         for mine, theirs in zip(found.parameters, wanted, strict=True):
             assert mine.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("chips", [2, 8])
+def test_two_and_eight_chips_train_with_the_bits_of_plain_numpy(chips: int) -> None:
+    x, labels = problem()
+    options = {"chips": chips, "epochs": 2, "batch": 16, "rate": 0.3, "decay": 0.01, "seed": 3}
+    wanted = plain(x, labels, **options)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory(prefix="graph-") as folder:
+        process = Process(Path(folder), cores=chips, chips=chips, fabric=ring_of(chips))
+        try:
+            with process.open(name="test") as fn:
+                switch(fn, True)
+                found = train_parallel(fn, NETWORK, x, labels, **options)  # type: ignore[arg-type]
+        finally:
+            process.stop()
+    for mine, theirs in zip(found.parameters, wanted, strict=True):
+        assert mine.tobytes() == theirs.tobytes()
 
 
 def test_training_goes_on_after_a_kill_with_the_same_bits(process: Process) -> None:
