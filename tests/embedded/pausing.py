@@ -15,7 +15,9 @@ from pathlib import Path
 from accelvisor.daemon import main as daemon_main
 from accelvisor.daemon.daemon import Setup
 from accelvisor.embedded.host import EmbeddedHost
+from accelvisor.errors import SystemFailure, UnavailableError
 
+from . import warm
 from .moving import wait_for
 
 _DIRECTORY = "TEST_PAUSE_DIRECTORY"
@@ -26,6 +28,23 @@ class PausingHost(EmbeddedHost):
     """A host whose daemon can be made to stand still."""
 
     module = "tests.embedded.pausing"
+
+    def start(self) -> None:
+        """As any host's, but forked: dozens of interpreters would import for a second each."""
+        log = self.directory / "accelvisord.log"
+        # What looks after a host asks no more of it than of a Popen.
+        self._daemon = warm.fork({**os.environ, **self.environment}, log)  # type: ignore[assignment]
+        wait_for(self._serves, "accelvisord does not start")
+
+    def _serves(self) -> bool:
+        try:
+            with self.admin() as admin:
+                admin.call("GetHost")
+        except UnavailableError:
+            if not self.alive:
+                raise SystemFailure("accelvisord ended", hint=self.log()[-2000:]) from None
+            return False
+        return True
 
     @property
     def environment(self) -> dict[str, str]:
