@@ -375,7 +375,7 @@ def test_a_cut_network_leaves_the_vm_where_it_was(vm: MovingVm) -> None:
 
 def link_broke(moving: Moving) -> bool:
     """Either side's view; the destination's daemon says it."""
-    return "broke" in moving.there.journal("accelvisor", 5)
+    return "broke" in moving.there.journal("accelvisor", 12)
 
 
 def test_a_network_that_is_cut_when_the_vm_stands_still_leaves_one_owner(vm: MovingVm) -> None:
