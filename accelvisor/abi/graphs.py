@@ -116,7 +116,7 @@ def decode(data: bytes) -> Graph:
         raise _bad("header", "wrong magic")
     if version != VERSION or any(zero):
         raise _bad("header", f"version {version} or reserved bits are not supported")
-    if not 1 <= chips <= LIMITS.chips or queues > 2 * chips:
+    if not 1 <= chips <= LIMITS.chips or not 1 <= queues <= 2 * chips:
         raise _bad("header", f"{queues} queues of {chips} chips, the limit is {LIMITS.chips} chips")
     if max(entries, nodes) > LIMITS.graph_entries or bindings > LIMITS.graph_bindings:
         raise _bad("header", f"{entries} entries, {nodes} nodes, {bindings} bindings: over a limit")

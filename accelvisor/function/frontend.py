@@ -84,8 +84,6 @@ class Frontend:
         )  # fmt: skip
         #: Queues whose command in progress a predecessor began.
         self._inherited: set[int] = set()
-        #: The function has no part of a card any more: no command is carried out.
-        self.revoked = False
         #: Called when ``LIMITS.fault_row`` contexts faulted, and no program ran in between.
         self.on_row: Callable[[], None] = lambda: None
 
@@ -292,9 +290,19 @@ class Frontend:
         return None
 
     @property
+    def revoked(self) -> bool:
+        """The function has no part of a card any more: no command is carried out."""
+        return self._stopped is CommandStatus.REVOKED
+
+    @revoked.setter
+    def revoked(self, revoked: bool) -> None:
+        stopped = CommandStatus.REVOKED if revoked else CommandStatus.CONTEXT_STOPPED
+        self.unordered.stopped = stopped
+
+    @property
     def _stopped(self) -> CommandStatus:
         """What commands of a context that has stopped complete with."""
-        return CommandStatus.REVOKED if self.revoked else CommandStatus.CONTEXT_STOPPED
+        return self.unordered.stopped
 
     def _note(self, lane: Lane, status: CommandStatus, cookie: int, text: str) -> None:
         number = self._u32[lane.record + s.Q_CONTEXT]

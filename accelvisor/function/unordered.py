@@ -248,8 +248,9 @@ class Unordered:
         """On its engine, or at once to its end."""
         word, u32 = s.command_word(command.slot), self._u32
         self.scheduler.started(command)
-        if command.engine < 0 or u32[lane.record] == _FAULTED:
-            status = int(self.stopped) if u32[lane.record] == _FAULTED else 0
+        over = u32[lane.record] == _FAULTED or self.stopped is CommandStatus.REVOKED
+        if command.engine < 0 or over:
+            status = int(self.stopped) if over else 0
             self.scheduler.stopped(command)
             command.engine = -1
             self._records.decide(command, status, 0, 0)

@@ -67,7 +67,7 @@ def test_queues_that_wait_in_a_circle_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("at", "value"), [(8, 200), (12, 2**31), (16, 2**31), (20, 2**31)],
+    ("at", "value"), [(8, 200), (12, 0), (12, 2**31), (16, 2**31), (20, 2**31)],
 )  # fmt: skip
 def test_counts_that_no_file_can_hold_allocate_nothing(at: int, value: int) -> None:
     rows = {(0, QueueType.COMPUTE): (Entry(Kind.RUN, 0, 0),)}

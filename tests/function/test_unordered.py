@@ -264,6 +264,9 @@ def test_a_revoked_function_completes_all_of_it(local: Local) -> None:
     local.wait(lambda: bench.ring.ready() >= 4)
     found = {bench.ring.take().status for _ in range(4)}
     assert found <= {CommandStatus.REVOKED, CommandStatus.ABORTED}
+    bench.nop(SYNC, own=9)
+    left = bench.finish(bench.ring.tail - bench.ring.head)
+    assert {c.status for c in left} == {CommandStatus.REVOKED}
 
 
 def test_a_new_shape_goes_on_with_all_of_it(local: Local) -> None:
