@@ -46,7 +46,8 @@ def test_it_has_accelvisor_from_the_package_and_the_tools_for_pci(plain: Guest) 
 def test_every_module_of_its_package_imports_there(plain: Guest) -> None:
     """With what accelvisor-guest depends on, and nothing of the host's."""
     said = plain.run(["python3", "-c", IMPORT_ALL], timeout=120)
-    assert set(said.stdout.split()) == modules("abi", "guest", "errors", "limits")
+    rooms = ("abi", "collectives", "errors", "guest", "limits", "timeline")
+    assert set(said.stdout.split()) == modules(*rooms)
 
 
 def test_files_travel(plain: Guest) -> None:
