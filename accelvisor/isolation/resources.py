@@ -16,6 +16,7 @@ from itertools import chain, pairwise
 from accelvisor.abi.registers import PAGE
 from accelvisor.fabric.grid import Grid
 from accelvisor.fabric.links import ChipState
+from accelvisor.isolation.ranges import Range as Range
 
 
 class Policy(StrEnum):
@@ -31,19 +32,6 @@ class Links(StrEnum):
 
     ANY = "any"  # the best there is: a ring of its chips, else whatever links join them
     RING = "ring"  # a ring of its chips, or it is not placed
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Range:
-    """``nbytes`` from ``start`` of a memory bank; both are multiples of 4 KiB."""
-
-    bank: int
-    start: int
-    nbytes: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.nbytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from accelvisor.abi.registers import PAGE
 from accelvisor.errors import ConfigError
-from accelvisor.isolation.resources import Range
+from accelvisor.isolation.ranges import Range
 from accelvisor.limits import LIMITS
 
 
