@@ -191,7 +191,7 @@ def test_a_graph_need_not_be_ordered(local: Local) -> None:
     bench = Bench(local, 50_000)
     handle = bench.load(*pipeline(bench)).value
     graph = bench.ring.next_cookie()
-    bench.ring.post(scheduled(abi.graph_launch(graph, handle, 200), Flag.SYNC, 0, 1))
+    bench.ring.post(scheduled(abi.graph_launch(graph, handle, 2000), Flag.SYNC, 0, 1))
     after = bench.ring.next_cookie()
     bench.ring.post(scheduled(abi.nop(after), Flag.CONDITIONAL, on=1))
     plain = bench.ring.next_cookie()
@@ -200,13 +200,13 @@ def test_a_graph_need_not_be_ordered(local: Local) -> None:
     local.wait(lambda: bench.ring.ready() == 3)
     done = [bench.ring.take() for _ in range(3)]
     assert [(c.cookie, c.status) for c in done] == [(plain, 0), (graph, 0), (after, 0)]
-    assert bench.value(0) == 200
+    assert bench.value(0) == 2000
 
 
 def test_the_next_worker_goes_on_in_the_middle_of_a_graph(local: Local) -> None:
     bench = Bench(local, 30_000)
     handle = bench.load(*pipeline(bench)).value
-    bench.ring.post(abi.graph_launch(bench.ring.next_cookie(), handle, 300))
+    bench.ring.post(abi.graph_launch(bench.ring.next_cookie(), handle, 1500))
     bench.ring.submit()
     word = s.graph_word(0)
     for turn in (5, 50, 120):
@@ -216,14 +216,14 @@ def test_the_next_worker_goes_on_in_the_middle_of_a_graph(local: Local) -> None:
         local._rings.append(bench.ring)
     local.wait(bench.ring.ready)
     assert bench.ring.take().status == 0
-    assert [bench.value(n) for n in range(3)] == [300, 300, sum(range(301))]
+    assert [bench.value(n) for n in range(3)] == [1500, 1500, sum(range(1501))]
     assert not bytes(local.state.u8[s.GRAPHS_AT : s.LINKS_AT]).strip(b"\0")
 
 
 def test_a_graph_stands_still_while_the_function_is_frozen(local: Local) -> None:
     bench = Bench(local, 30_000)
     handle = bench.load(*pipeline(bench)).value
-    bench.ring.post(abi.graph_launch(bench.ring.next_cookie(), handle, 200))
+    bench.ring.post(abi.graph_launch(bench.ring.next_cookie(), handle, 2000))
     bench.ring.submit()
     wait_for(lambda: local.state.u64[s.graph_word(0)] >> 32 > 3, "turns to pass")
     local.device.engine.freeze(s.FREEZE_CONTROL, 5)
@@ -233,7 +233,7 @@ def test_a_graph_stands_still_while_the_function_is_frozen(local: Local) -> None
     local.device.engine.thaw(s.FREEZE_CONTROL)
     local.wait(bench.ring.ready)
     assert bench.ring.take().status == 0
-    assert bench.value(0) == 200
+    assert bench.value(0) == 2000
 
 
 def test_who_ran_when_is_told_by_node(local: Local) -> None:

@@ -79,7 +79,7 @@ class Bench:
 
 def test_what_depends_on_nothing_overtakes_what_is_slow(local: Local) -> None:
     bench = Bench(local, 100_000)
-    slow = bench.launch(0, SYNC, repeat=200, own=1)
+    slow = bench.launch(0, SYNC, repeat=3000, own=1)
     last = bench.launch(1, COND, on=1)
     quick = [bench.launch(2, PLAIN, chip=1), bench.nop(PLAIN), bench.nop(PLAIN)]
     done = bench.finish(5)
@@ -87,7 +87,7 @@ def test_what_depends_on_nothing_overtakes_what_is_slow(local: Local) -> None:
     order = [c.cookie for c in done]
     assert set(order[:3]) == set(quick)
     assert order[3:] == [slow, last]
-    assert (bench.value(0), bench.value(1), bench.value(2)) == (200, 1, 1)
+    assert (bench.value(0), bench.value(1), bench.value(2)) == (3000, 1, 1)
 
 
 def test_those_that_wait_for_one_keep_their_order(local: Local) -> None:
@@ -188,7 +188,7 @@ def test_the_id_of_a_command_that_runs_cannot_be_taken_again(local: Local) -> No
 def test_a_full_waiting_queue_stops_its_ring_and_no_other(local: Local) -> None:
     bench, other = Bench(local, 20_000), Bench(local, index=1)
     count = min(LIMITS.waiting_commands, bench.ring.entries - 10) + 3
-    bench.launch(0, SYNC, repeat=400, own=1)
+    bench.launch(0, SYNC, repeat=20_000, own=1)
     for _ in range(count):
         bench.nop(COND, on=1)
     bench.ring.submit()
@@ -283,20 +283,27 @@ def test_a_new_shape_goes_on_with_all_of_it(local: Local) -> None:
 def test_the_next_worker_goes_on_with_all_of_it(local: Local) -> None:
     """Engines stop at a tile, and everything else is in the state."""
     bench = Bench(local, 60_000)
-    bench.launch(0, SYNC, repeat=400, chip=0, own=1)
-    bench.launch(1, PLAIN, repeat=400, chip=1)
+    bench.launch(0, SYNC, repeat=5000, chip=0, own=1)
+    bench.launch(1, PLAIN, repeat=5000, chip=1)
     bench.launch(2, SYNC | COND, repeat=3, own=2, on=1)
     bench.launch(3, COND, on=2)
     bench.ring.submit()
     lane = local.device.frontend.unordered.scheduler.lanes[0]
     wait_for(lambda: lane.outstanding == 4, "all of them to be taken")
-    for _ in range(3):
+    for turns in (1, 10, 40):  # what comes no further from worker to worker is given up
+        words = [(s.run_word(engine) + s.C_POSITION64) // 2 for engine in (0, 2)]
+        wait_for(
+            lambda turns=turns, words=words: all(
+                local.state.u64[word] >> 32 >= turns for word in words
+            ),
+            "both to come further",
+        )
         local.restart()
     bench.ring.words = local.window.cast("I")
     local._rings.append(bench.ring)
     done = bench.finish(4)
     assert {c.status for c in done} == {0}
-    assert [bench.value(n) for n in range(4)] == [400, 400, 3, 1]
+    assert [bench.value(n) for n in range(4)] == [5000, 5000, 3, 1]
 
 
 def test_the_clock_counts_each_command_once(local: Local) -> None:
