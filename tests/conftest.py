@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import gc
 
+from hypothesis import settings
+
+# How long an example takes says more of what else the machine does than of the code.
+settings.register_profile("unhurried", settings.default, deadline=None)
+settings.load_profile("unhurried")
+
 
 def pytest_collection_finish() -> None:
     """What was imported and collected stays until the end: thousands of tests, and all modules. Who
