@@ -94,7 +94,8 @@ class Engines:
         self._works: list[deque[_Work]] = [deque() for _ in range(2 * chips)]
         self._threads: dict[int, threading.Thread] = {}
         self._pools: dict[int, Pool] = {}
-        self._alone = Pool(1)
+        #: one core: for what needs no more
+        self.alone = Pool(1)
         self._held = False
         self._at_work = 0
         self._stopping = False
@@ -191,7 +192,7 @@ class Engines:
         """The cores of the engine's chip; a transfer needs none of them."""
         own = self._cores // self.chips
         if engine % 2 != COMPUTE or own < 2:
-            return self._alone
+            return self.alone
         pool = self._pools.get(engine)
         if pool is None:
             pool = self._pools[engine] = Pool(own)

@@ -9,6 +9,7 @@ has been signalled is never done again, and what is done again has not been seen
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -88,6 +89,30 @@ def simulate(graph: Graph, costs: Sequence[int]) -> Times:
     return Times(tuple(spans), end)
 
 
+class Pace:
+    """How long the nodes of a graph took lately: whether handing them to threads is worth it.
+
+    To wake a thread costs more than a small node takes. So a graph of small ones is carried out by
+    one thread, queue by queue as far as each can go; a graph of larger ones by its engines.
+    """
+
+    #: Nanoseconds that a node takes on average where threads begin to gain.
+    WORTH_NS = 200_000
+
+    def __init__(self) -> None:
+        self._node_ns = self.WORTH_NS  # nobody knows: they are tried first
+
+    @property
+    def alone(self) -> bool:
+        """Whether one thread should do it."""
+        return self._node_ns < self.WORTH_NS
+
+    def took(self, spent_ns: int, nodes: int) -> None:
+        """The nodes of one turn took so long together."""
+        if nodes:
+            self._node_ns = (self._node_ns + spent_ns // nodes) // 2
+
+
 class _Event:
     """What a queue waits for."""
 
@@ -116,10 +141,16 @@ class Run:
         nodes: Sequence[Bound],
         record: int,
         note: Callable[[int, int, int, int], None],
+        pace: Pace,
+        attention: Attention,
     ) -> None:
         """``record``: number of the progress record. ``note``: told (engine, node, when it began,
-        when it ended) of each node, in nanoseconds.
+        when it ended) of each node, in nanoseconds. ``attention`` is that of the caller's thread,
+        for a graph that it carries out alone.
         """
+        self._pace = pace
+        self._attention = attention
+        self._spent = 0
         self._u64 = state.u64
         self._engines = engines
         self._launcher = launcher
@@ -142,14 +173,43 @@ class Run:
                 if u64[word] >> 32 != turn:
                     u64[word] = turn << 32
             self._recount(words, rows)
-            jobs = [
-                Job(2 * key[0] + key[1], self._maker(n, turn)) for n, key in enumerate(self._keys)
-            ]
-            yield from self._engines.carry(jobs)
+            self._spent = 0
+            if self._pace.alone:
+                yield from self._alone(turn)
+            else:
+                jobs = [
+                    Job(2 * key[0] + key[1], self._maker(n, turn))
+                    for n, key in enumerate(self._keys)
+                ]
+                yield from self._engines.carry(jobs)
+            self._pace.took(self._spent, len(self._nodes))
             turn += 1
             if turn < repeat:
                 for word in words:
                     u64[word] = turn << 32
+
+    def _alone(self, turn: int) -> Pauses[None]:
+        """A turn on the caller's thread: by turns, each queue as far as it can go. One of them
+        always can, or the graph would have been refused.
+        """
+        attention = self._attention
+        left = deque(
+            self._queue(n, turn, attention, self._engines.alone) for n in range(len(self._keys))
+        )
+        try:
+            while left:
+                steps = left[0]
+                try:
+                    next(steps)
+                except StopIteration:
+                    left.popleft()
+                    continue
+                left.rotate(-1)
+                if attention():
+                    yield None
+        finally:
+            for steps in left:
+                steps.close()
 
     def _recount(self, words: Sequence[int], rows: Sequence[Sequence[abi.Entry]]) -> None:
         """The events of this turn, from what is done of each queue."""
@@ -200,5 +260,6 @@ class Run:
         progress = Progress(word + s.G_TILE, word + s.G_SNAPSHOT)
         began = self._trace.clock()
         yield from self._launcher.run(bound.launch, bound.kept, progress, 1, attention, pool)
-        key = self._keys[n]
-        self._note(2 * key[0] + key[1], node, began, self._trace.clock())
+        key, ended = self._keys[n], self._trace.clock()
+        self._spent += ended - began
+        self._note(2 * key[0] + key[1], node, began, ended)

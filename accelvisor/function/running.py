@@ -22,7 +22,7 @@ from accelvisor.function import state as s
 from accelvisor.function.cache import Cache
 from accelvisor.function.chips import Engines, Job
 from accelvisor.function.codes import Code, Codes
-from accelvisor.function.graphs import Bound, Run, Times, simulate
+from accelvisor.function.graphs import Bound, Pace, Run, Times, simulate
 from accelvisor.function.launch import Launch, Launcher, Progress
 from accelvisor.function.objects import GRAPH, PROGRAM, Memory, Object, Objects, Refused
 from accelvisor.function.pauses import Pauses, attentively
@@ -92,6 +92,7 @@ class Plan:
     times: Times
     #: by queue of the graph: where its scratch begins; then how much there is in all
     scratch: Sequence[int]
+    pace: Pace
 
 
 class Running:
@@ -226,7 +227,7 @@ class Running:
 
         run = Run(
             self._state, self._engines, self._launcher, self._trace, plan.graph, nodes, where.graph,
-            note,
+            note, plan.pace, self._attention,
         )  # fmt: skip
         try:
             yield from run.go(repeat)
@@ -277,7 +278,8 @@ class Running:
             mine = [launches[e.value].scratch for e in row if e.kind is graph_abi.Kind.RUN]
             at += -(-max(mine, default=0) // PAGE) * PAGE
         labels = [launch.code.label for launch in launches]
-        return Plan(graph, launches, labels, costs, simulate(graph, costs), [*scratch, at])
+        times = simulate(graph, costs)
+        return Plan(graph, launches, labels, costs, times, [*scratch, at], Pace())
 
     def _bound(self, plan: Plan, base: int) -> list[Bound]:
         """The nodes, with their queue's scratch for those that need it: one of a queue runs."""

@@ -17,7 +17,7 @@ from accelvisor.abi.programs import Program, Role, Slot
 from accelvisor.abi.registers import QueueReg, QueueStatus
 from accelvisor.abi.status import CommandStatus
 from accelvisor.function import state as s
-from accelvisor.function.graphs import SIGNAL_CYCLES, simulate
+from accelvisor.function.graphs import SIGNAL_CYCLES, Pace, simulate
 from tests.function.harness import Local, Ring, operation, wait_for
 
 F32 = DType.FLOAT32
@@ -179,6 +179,19 @@ def test_a_node_that_fails_stops_the_others(local: Local) -> None:
     assert bench.ring.register(QueueReg.STATUS) == QueueStatus.FAULTED
 
 
+def test_small_nodes_are_carried_out_by_one_thread_and_large_ones_by_their_engines() -> None:
+    pace = Pace()
+    assert not pace.alone, "nobody knows yet"
+    for _ in range(3):
+        pace.took(10 * 20_000, 10)
+    assert pace.alone
+    pace.took(0, 0)
+    assert pace.alone
+    for _ in range(3):
+        pace.took(10 * 2_000_000, 10)
+    assert not pace.alone
+
+
 def test_a_graph_can_be_unloaded_and_its_handle_is_stale(local: Local) -> None:
     bench = Bench(local)
     handle = bench.load(*pipeline(bench)).value
@@ -206,7 +219,7 @@ def test_a_graph_need_not_be_ordered(local: Local) -> None:
 def test_the_next_worker_goes_on_in_the_middle_of_a_graph(local: Local) -> None:
     bench = Bench(local, 30_000)
     handle = bench.load(*pipeline(bench)).value
-    bench.ring.post(abi.graph_launch(bench.ring.next_cookie(), handle, 1500))
+    bench.ring.post(abi.graph_launch(bench.ring.next_cookie(), handle, 4000))
     bench.ring.submit()
     word = s.graph_word(0)
     for turn in (5, 50, 120):
@@ -216,14 +229,14 @@ def test_the_next_worker_goes_on_in_the_middle_of_a_graph(local: Local) -> None:
         local._rings.append(bench.ring)
     local.wait(bench.ring.ready)
     assert bench.ring.take().status == 0
-    assert [bench.value(n) for n in range(3)] == [1500, 1500, sum(range(1501))]
+    assert [bench.value(n) for n in range(3)] == [4000, 4000, sum(range(4001))]
     assert not bytes(local.state.u8[s.GRAPHS_AT : s.LINKS_AT]).strip(b"\0")
 
 
 def test_a_graph_stands_still_while_the_function_is_frozen(local: Local) -> None:
     bench = Bench(local, 30_000)
     handle = bench.load(*pipeline(bench)).value
-    bench.ring.post(abi.graph_launch(bench.ring.next_cookie(), handle, 2000))
+    bench.ring.post(abi.graph_launch(bench.ring.next_cookie(), handle, 8000))
     bench.ring.submit()
     wait_for(lambda: local.state.u64[s.graph_word(0)] >> 32 > 3, "turns to pass")
     local.device.engine.freeze(s.FREEZE_CONTROL, 5)
@@ -233,7 +246,7 @@ def test_a_graph_stands_still_while_the_function_is_frozen(local: Local) -> None
     local.device.engine.thaw(s.FREEZE_CONTROL)
     local.wait(bench.ring.ready)
     assert bench.ring.take().status == 0
-    assert bench.value(0) == 2000
+    assert bench.value(0) == 8000
 
 
 def test_who_ran_when_is_told_by_node(local: Local) -> None:
