@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from math import prod
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from accelvisor.errors import AccelvisorError, UsageError
+from accelvisor.errors import UsageError
+from accelvisor.guest.closing import Closing
 from accelvisor.guest.nn import Array, Sequential, Training, _forward, order
 from accelvisor.guest.program import Program
 from accelvisor.guest.tensor import Tensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from accelvisor.guest.graphs.graph import Graph
 
 
-class DataParallel:
+class DataParallel(Closing):
     """One network on several chips, and the graph of one step. Free it with :meth:`close`.
 
     Args:
@@ -117,21 +117,6 @@ class DataParallel:
     def close(self) -> None:
         """Free everything on the device. Safe to call twice."""
         self._held.close()
-
-    def __enter__(self) -> DataParallel:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except AccelvisorError:
-            if error is None:  # do not hide why the block failed
-                raise
 
     # --- inside ----------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ import operator
 import os
 from collections.abc import Sequence
 from math import prod
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,8 +13,9 @@ import numpy.typing as npt
 
 from accelvisor.abi import commands
 from accelvisor.abi.dtypes import DType, by_label
-from accelvisor.errors import AccelvisorError, UsageError
+from accelvisor.errors import UsageError
 from accelvisor.guest.arithmetic import Arithmetic, only
+from accelvisor.guest.closing import Closing
 from accelvisor.guest.staging import SharedBuffer
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def as_shape(shape: ShapeLike) -> tuple[int, ...]:
     return (shape,) if isinstance(shape, int) else tuple(int(d) for d in shape)
 
 
-class Tensor(Arithmetic["Tensor"]):
+class Tensor(Closing, Arithmetic["Tensor"]):
     """An array in device memory: C order, contiguous.
 
     ``t[3]``, ``t[2:5]`` and ``t.reshape(...)`` are views of the same memory, without a copy. Freed
@@ -164,21 +164,6 @@ class Tensor(Arithmetic["Tensor"]):
         handle, self._handle = self._handle, 0
         if handle and self.function.stale(self._generation) is None:
             self.function.call(commands.tensor_destroy(0, handle))
-
-    def __enter__(self) -> Tensor:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except AccelvisorError:
-            if error is None:  # do not hide why the block failed
-                raise
 
     def __del__(self) -> None:
         # Only an append: a collection may come at any moment, in any thread, at interpreter exit.
