@@ -253,6 +253,8 @@ class Communicator:
         if self._broken is not None:
             raise self._broken
         chosen = self.options.changed(**options) if options else self.options
+        if not array.flags.c_contiguous:
+            array = np.ascontiguousarray(array)  # once, for whoever looks at it below
         hops, steps = begin(
             collective, array, self.rank, self.size, chosen, sequence=self._sequence, **given
         )

@@ -79,9 +79,9 @@ class Records:
         u32[lane.record + s.Q_TAKEN] = self._words[lane.sq_head] = taken + 1 & _M32
         self._u64[_COMMANDS] += 1
 
-    def entry(self, command: Command) -> bytes:
+    def entry(self, slot: int) -> bytes:
         """The device's own copy of the command."""
-        at = s.command_word(command.slot) * 4
+        at = s.command_word(slot) * 4
         return bytes(self._u8[at : at + COMMAND_BYTES])
 
     def decide(self, command: Command, status: int, value: int, cycles: int) -> None:

@@ -219,11 +219,6 @@ class Scheduler:
         """Its engine is free again."""
         if command.engine >= 0:
             self._busy[command.engine] = False
-
-    def vacate(self, engine: int) -> None:
-        """Nobody works on an engine."""
-        self._busy[engine] = False
-
     def ended(self, command: Command, well: bool) -> list[Command]:
         """The command is complete. Returns those that waited for it: they are in the front list
         when it went well, else they are nowhere, and the caller has to abort them.

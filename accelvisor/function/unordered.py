@@ -257,7 +257,7 @@ class Unordered:
             self._conclude(lane, command)
             return
         cursor = s.run_word(command.engine)
-        self._u8[cursor * 4 : cursor * 4 + COMMAND_BYTES] = self._records.entry(command)
+        self._u8[cursor * 4 : cursor * 4 + COMMAND_BYTES] = self._records.entry(command.slot)
         u32[cursor + s.C_INDEX] = command.slot
         u32[word + s.K_RUN] = command.engine + 1
         u32[word + s.K_PHASE] = s.K_RUNNING
@@ -282,7 +282,7 @@ class Unordered:
 
     def _step(self, task: _Task) -> Result | None:
         if task.steps is None:
-            entry = self._records.entry(task.command)
+            entry = self._records.entry(task.command.slot)
             if task.inherited:
                 task.inherited = False
                 blamed(self._state, task.where, self.points)
@@ -358,13 +358,16 @@ class Unordered:
         """Stop the queue's commands at a tile; what they have reached is in the state. Returns what
         they waited for.
         """
-        mine = [task for task in self._tasks.values() if task.lane is lane]
-        return [asked for task in mine if (asked := task.close()) is not None]
+        return [asked for task in self._of(lane) if (asked := task.close()) is not None]
+
+    def _of(self, lane: Lane) -> list[_Task]:
+        """The queue's commands on engines."""
+        return [task for task in self._tasks.values() if task.lane is lane]
 
     def abort(self, lane: Lane) -> Pauses[None]:
         """Forget every command of a queue that is disabled, in steps; repeatable."""
         running = self._commands.running
-        for task in [task for task in self._tasks.values() if task.lane is lane]:
+        for task in self._of(lane):
             yield from running.release(task.where)
             self._vacate(task)
         self._records.clear(lane)
@@ -374,8 +377,9 @@ class Unordered:
     def revoke(self, lane: Lane) -> None:
         """Complete every command of a queue with REVOKED. Nothing is at work."""
         self.drop(lane)
+        self.scheduler.heads.pop(lane.index, None)  # it may be one of the front list
         status = int(CommandStatus.REVOKED)
-        for task in [task for task in self._tasks.values() if task.lane is lane]:
+        for task in self._of(lane):
             finish(self._commands.running.release(task.where))
             self._records.decide(task.command, status, 0, 0)
             self._vacate(task)
@@ -388,9 +392,10 @@ class Unordered:
 
     def reload(self, lane: Lane) -> None:
         """Know a queue's commands again from their records, and go on with what was decided."""
-        for engine in [e for e, task in self._tasks.items() if task.lane is lane]:
-            self._tasks.pop(engine).close()
-            self.scheduler.vacate(engine)
+        for task in self._of(lane):
+            task.close()
+            del self._tasks[task.command.engine]
+            self.scheduler.stopped(task.command)
         u32 = self._u32
         found: list[tuple[int, Command, int]] = []
         for slot in self._records.used(lane):
@@ -412,8 +417,7 @@ class Unordered:
         self._resume(lane, found)
 
     def _known(self, lane: Lane, slot: int) -> Command:
-        entry = bytes(self._u8[s.command_word(slot) * 4 :][:COMMAND_BYTES])
-        command, _ = self._decode(lane, entry, slot)
+        command, _ = self._decode(lane, self._records.entry(slot), slot)
         command.engine = self._u32[s.command_word(slot) + s.K_RUN] - 1
         return command
 
